@@ -1,0 +1,8 @@
+"""Eviction policies by name: FRC, kvpress's baselines, and your own."""
+
+from . import frc, kvpress  # noqa: F401  (importing registers them)
+from .base import Kept, Policy, keep, make_policy, policy_names, register_policy
+from .frc import FRC
+from .kvpress import from_press
+
+__all__ = ["FRC", "Kept", "Policy", "from_press", "keep", "make_policy", "policy_names", "register_policy"]

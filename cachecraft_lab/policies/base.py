@@ -1,0 +1,187 @@
+"""What an eviction policy is, and the registry of names.
+
+A policy gives each layer's KV pairs a score and turns scores into kept indices. It sees one
+:class:`~cachecraft_lab.prefill.PrefillLayer` at a time, changes nothing, and returns indices only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..prefill import Prefill, PrefillLayer
+from ..select import check_kept, kept_count, token_topk
+
+Kept = tuple[Tensor, ...]
+"""Kept indices of a whole model: a layer an entry, int64 ``[kv_heads, kept]``, sorted and unique."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of all policies. Subclass and give ``score``; the rest has defaults that suit most.
+
+    Attributes of the class:
+        name: the registered name; goes into every record.
+        needs: what prefill must capture beside keys and values (``hidden_states``, ``attentions``).
+        ratio_in_score: True if the score depends on the ratio (StreamingLLM); else it is computed once for all.
+        paper: where the method was published.
+    """
+
+    name = "policy"
+    needs = frozenset()
+    ratio_in_score = False
+    paper = ""
+
+    @property
+    def min_tokens(self) -> int:
+        """Shortest context that the policy can judge."""
+        return 1
+
+    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
+        """Scores ``[kv_heads, n]`` of one layer's KV pairs, floating point without NaN; higher is kept."""
+        raise NotImplementedError
+
+    def select(self, scores: Tensor, budget: int) -> Tensor:
+        """Kept indices ``[kv_heads, budget]``; token top-k unless a policy says otherwise."""
+        return token_topk(scores, budget)
+
+    def layer_budgets(self, prefill: Prefill, ratio: float) -> list[int]:
+        """KV pairs a head keeps in each layer; the same in all unless a policy says otherwise. The sum is fixed."""
+        return [kept_count(prefill.n_tokens, ratio)] * len(prefill.layers)
+
+    def params(self) -> dict[str, Any]:
+        """Settings as plain values, for records: two runs with equal name and params are the same policy."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[float, Kept]:
+    """Kept indices of one policy at every ratio, over one prefill. Each layer is scored once where it can be.
+
+    Raises:
+        InputError: the policy broke its contract (shape, dtype, order, range, budget, NaN); says expected and got.
+    """
+    ratios = list(ratios)
+    budgets = {ratio: check_budgets(policy, prefill, ratio) for ratio in ratios}
+    kept: dict[float, list[Tensor]] = {ratio: [] for ratio in ratios}
+    with torch.no_grad():
+        for layer in prefill.layers:
+            scores = None
+            for ratio in ratios:
+                if scores is None or policy.ratio_in_score:
+                    scores = check_scores(policy, policy.score(layer, ratio), layer)
+                n_keep = budgets[ratio][layer.index]
+                who = f"policy {policy.name}, layer {layer.index}, r={ratio}"
+                indices = policy.select(scores, n_keep)
+                kept[ratio].append(check_kept(indices, layer.n_kv_heads, layer.n_tokens, n_keep, who=who))
+    return {ratio: tuple(layers) for ratio, layers in kept.items()}
+
+
+def check_scores(policy: Policy, scores: Tensor, layer: PrefillLayer) -> Tensor:
+    """Return ``scores`` if they are ``[kv_heads, n]`` numbers that rank every token."""
+    expected = f"policy {policy.name}, layer {layer.index}: expected scores [{layer.n_kv_heads}, {layer.n_tokens}]"
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(f"{expected} of a floating dtype; got {got}")
+    if tuple(scores.shape) != (layer.n_kv_heads, layer.n_tokens):
+        raise InputError(f"{expected}; got {list(scores.shape)}")
+    if bool(scores.isnan().any()):
+        raise InputError(f"{expected} without NaN; got {int(scores.isnan().sum())} NaN of {scores.numel()}")
+    return scores
+
+
+def check_budgets(policy: Policy, prefill: Prefill, ratio: float) -> list[int]:
+    """Layer budgets that keep at least one pair a layer and in total exactly what every policy keeps at ``ratio``."""
+    budgets = policy.layer_budgets(prefill, ratio)
+    n_layers = len(prefill.layers)
+    total = kept_count(prefill.n_tokens, ratio) * n_layers
+    if len(budgets) != n_layers or sum(budgets) != total or not all(1 <= b <= prefill.n_tokens for b in budgets):
+        raise InputError(
+            f"policy {policy.name} at r={ratio}: expected {n_layers} layer budgets in 1..{prefill.n_tokens} "
+            f"with sum {total}; got {len(budgets)} with sum {sum(budgets)}"
+        )
+    return budgets
+
+
+@dataclass(frozen=True)
+class FunctionPolicy(Policy):
+    """A policy made of one scoring function of a layer; see :func:`register_policy`."""
+
+    function: Callable[[PrefillLayer], Tensor]
+    label: str
+    captures: frozenset = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def needs(self) -> frozenset:
+        return self.captures
+
+    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
+        return self.function(layer)
+
+    def params(self) -> dict[str, Any]:
+        try:
+            source = inspect.getsource(self.function)
+        except (OSError, TypeError):
+            source = repr(self.function)
+        return {"source": source}
+
+
+_REGISTRY: dict[str, Callable[..., Policy]] = {}
+
+
+def register_policy(name: str, *, needs: Iterable[str] = ("hidden_states",)) -> Callable:
+    """Decorator that gives a policy a name for grids, profiles and notebooks.
+
+    On a function ``layer -> scores [kv_heads, n]`` it makes a token top-k policy; on a :class:`Policy` subclass it
+    registers the class, whose fields become parameters. Registering a name again replaces it (notebooks rerun cells).
+
+    Example:
+        >>> @register_policy("value_norm")
+        ... def value_norm(layer):
+        ...     return layer.values.norm(dim=-1)
+    """
+
+    def register(thing: Callable) -> Callable:
+        if isinstance(thing, type) and issubclass(thing, Policy):
+            _REGISTRY[name] = thing
+        else:
+            _REGISTRY[name] = lambda: FunctionPolicy(thing, name, frozenset(needs))
+        return thing
+
+    return register
+
+
+def policy_names() -> list[str]:
+    """Registered names, in the order of registration."""
+    return list(_REGISTRY)
+
+
+def make_policy(spec: str | dict[str, Any] | Policy) -> Policy:
+    """A fresh policy from a name, ``{"name": ..., parameter: value}``, or a policy as it is.
+
+    Raises:
+        InputError: unknown name (nearest one offered) or parameter.
+    """
+    if isinstance(spec, Policy):
+        return spec
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = settings.pop("name", None)
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"policy {name!r} is unknown: {hint}known are {', '.join(_REGISTRY)}")
+    try:
+        return _REGISTRY[name](**settings)
+    except TypeError as error:
+        raise InputError(f"policy {name!r}: {error}") from None
