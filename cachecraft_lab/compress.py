@@ -19,9 +19,7 @@ def gather(states: Tensor, kept: Tensor) -> Tensor:
 def full_kept(prefill: Prefill) -> Kept:
     """Kept indices that keep everything."""
     n = prefill.n_tokens
-    return tuple(
-        layer.keys.new_ones(layer.n_kv_heads, n, dtype=int).cumsum(-1) - 1 for layer in prefill.layers
-    )
+    return tuple(layer.keys.new_ones(layer.n_kv_heads, n, dtype=int).cumsum(-1) - 1 for layer in prefill.layers)
 
 
 def check(prefill: Prefill, kept: Kept) -> None:

@@ -194,9 +194,7 @@ def _decode_block(
             ids = token[:, None]
     return [
         Generation(tuple(ids_[:n]), "eos" if end else "length", tuple(gaps[:n]))
-        for ids_, gaps, n, end in zip(
-            tokens.tolist(), margins.tolist(), n_tokens.tolist(), ended.tolist(), strict=True
-        )
+        for ids_, gaps, n, end in zip(tokens.tolist(), margins.tolist(), n_tokens.tolist(), ended.tolist(), strict=True)
     ]
 
 

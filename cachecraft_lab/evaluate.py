@@ -43,7 +43,14 @@ class Counts:
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "score": 0.0, "decode": 0.0})
 
     def add(self, other: Counts) -> None:
-        for name in ("samples", "records", "prefill_forward_passes", "decode_forward_passes", "rows", "rows_decoded"):
+        for name in (
+            "samples",
+            "records",
+            "prefill_forward_passes",
+            "decode_forward_passes",
+            "rows",
+            "rows_decoded",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
@@ -130,9 +137,7 @@ def check_plan(
         raise InputError(f"ratios repeat: {ratios}")
     for policy in made:
         check_attentions(lm, policy.needs)
-    prompts = [
-        encode_prompt(lm, s.context, s.question, s.answer_prefix, query_aware=query_aware) for s in samples
-    ]
+    prompts = [encode_prompt(lm, s.context, s.question, s.answer_prefix, query_aware=query_aware) for s in samples]
     allowed = [min(s.max_new_tokens, max_new_tokens or s.max_new_tokens) for s in samples]
     for sample, prompt, n_new in zip(samples, prompts, allowed, strict=True):
         n_context = prompt.context_ids.shape[1]
@@ -167,9 +172,7 @@ def _evaluate_sample(
     scored = time.perf_counter()
 
     stats = DecodeStats()
-    answers = decode(
-        full, prompt.question_ids, [k for *_, k in kept], n_new, memory_budget=memory_budget, stats=stats
-    )
+    answers = decode(full, prompt.question_ids, [k for *_, k in kept], n_new, memory_budget=memory_budget, stats=stats)
     ended = time.perf_counter()
 
     counts.add(
@@ -184,7 +187,7 @@ def _evaluate_sample(
         )
     )
     common = {
-        **lm.describe(),
+        **_model_columns(lm),
         "task": sample.task,
         "sample_id": sample.id,
         "setting": SETTINGS[prompt.query_aware],
@@ -205,6 +208,11 @@ def _evaluate_sample(
         }
         for (name, params, ratio, indices), answer in zip(kept, answers, strict=True)
     ]
+
+
+def _model_columns(lm: LoadedModel) -> dict[str, Any]:
+    described = lm.describe()
+    return {"model": described.pop("name"), **described}
 
 
 def _kept_columns(full: Any, indices: Kept) -> dict[str, Any]:

@@ -48,9 +48,7 @@ def token_topk(scores: Tensor, budget: int) -> Tensor:
     return order[:, :budget].sort(dim=-1).values
 
 
-def chunk_topk(
-    scores: Tensor, budget: int, chunk_length: int, *, n_sink: int = 0, n_recent: int = 0
-) -> Tensor:
+def chunk_topk(scores: Tensor, budget: int, chunk_length: int, *, n_sink: int = 0, n_recent: int = 0) -> Tensor:
     """Whole chunks by their mean score, the last one cut so that the budget is exact (cf. ChunkKV, arXiv:2502.00299).
 
     Chunks are ``chunk_length`` tokens from position 0 on; the last may be shorter and is judged by the mean of
@@ -103,4 +101,6 @@ def _check(scores: Tensor, budget: int) -> None:
     if not 1 <= budget <= scores.shape[-1]:
         raise InputError(f"budget {budget} is outside 1..{scores.shape[-1]}, the tokens that there are")
     if bool(scores.isnan().any()):
-        raise InputError(f"scores hold {int(scores.isnan().sum())} NaN of {scores.numel()}: a policy must rank every token")
+        raise InputError(
+            f"scores hold {int(scores.isnan().sum())} NaN of {scores.numel()}: a policy must rank every token"
+        )

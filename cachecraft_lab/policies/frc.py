@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..errors import InputError
 from ..features import (
     common_scale,
     group_reduce,
@@ -19,7 +20,6 @@ from ..features import (
     neighbourhood_density,
     window_attention,
 )
-from ..errors import InputError
 from ..prefill import PrefillLayer
 from ..select import chunk_topk
 from .base import Policy, register_policy
@@ -66,9 +66,12 @@ class FRC(Policy):
     def min_tokens(self) -> int:
         return self.window + 1
 
-    def signals(self, layer: PrefillLayer) -> dict[str, Tensor]:
-        """The three signals on their common scale, each ``[kv_heads, n]`` float32."""
-        received = group_reduce(READINGS[self.reading](layer, self.window), layer.n_kv_heads, self.group)
+    def received(self, layer: PrefillLayer) -> Tensor:
+        """Local attention received, joined over the query heads of a KV head: ``[kv_heads, n]``, in [0, 1]."""
+        return group_reduce(READINGS[self.reading](layer, self.window), layer.n_kv_heads, self.group)
+
+    def signals(self, received: Tensor) -> dict[str, Tensor]:
+        """The three signals of attention received, on their common scale, each ``[kv_heads, n]`` float32."""
         raw = {
             "attention": received,
             "density": neighbourhood_density(received, self.pool),
@@ -76,13 +79,17 @@ class FRC(Policy):
         }
         return {name: common_scale(signal, self.scale) for name, signal in raw.items()}
 
-    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
-        signals = self.signals(layer)
+    def score_of(self, received: Tensor) -> Tensor:
+        """The fixed weighted sum."""
+        signals = self.signals(received)
         return (
             self.w_attention * signals["attention"]
             + self.w_density * signals["density"]
             + self.w_salience * signals["salience"]
         )
+
+    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
+        return self.score_of(self.received(layer))
 
     def select(self, scores: Tensor, budget: int) -> Tensor:
         return chunk_topk(scores, budget, self.chunk_length, n_sink=self.n_sink, n_recent=self.n_recent)

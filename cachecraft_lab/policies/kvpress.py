@@ -173,9 +173,7 @@ class ExpectedAttention(PressPolicy):
         return self.n_sink + 2
 
     def press(self, ratio: float) -> ScorerPress:
-        return kvpress.ExpectedAttentionPress(
-            ratio, n_future_positions=self.n_future_positions, n_sink=self.n_sink
-        )
+        return kvpress.ExpectedAttentionPress(ratio, n_future_positions=self.n_future_positions, n_sink=self.n_sink)
 
 
 @register_policy("observed_attention")
@@ -315,12 +313,17 @@ def from_press(press: object, name: str | None = None) -> Policy:
 
 
 def check_kvpress() -> None:
-    """Stop at once if this kvpress and transformers do not work together: K-norm at r = 0.5 keeps half in each layer."""
+    """Stop if this kvpress and transformers do not work together: K-norm at r = 0.5 must keep half in each layer."""
     import transformers
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
     model, cache = LlamaForCausalLM(config).eval(), DynamicCache()
     with torch.no_grad(), kvpress.KnormPress(0.5)(model):

@@ -1,0 +1,273 @@
+"""The grid experiment: {models} x {lengths} x {settings} x {tasks}, every policy at every ratio, resumable.
+
+A shard is one (model, length, setting, task). It is written whole as it ends; a second run goes on after the last
+whole shard. A run's folder carries the digest of all that shapes its records, so runs of two configurations, models
+or code versions never mix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from tqdm import tqdm
+
+from . import store
+from .errors import InputError
+from .evaluate import FULL, SETTINGS, Counts, check_plan, evaluate
+from .models import LoadedModel, load_model
+from .policies import make_policy
+from .ruler import TASKS, RulerSample, generate, load_hub
+from .select import check_ratio
+
+PROFILES = store.ROOT / "data" / "profiles"
+DATA_SOURCES = ("generated", "hub")
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """Settings of a grid; a profile file holds the same names under ``grid:``.
+
+    Attributes:
+        models: names for :func:`~cachecraft_lab.models.load_model`.
+        lengths: prompt lengths in tokens (context, question and answer prefix).
+        tasks: RULER task names.
+        n_samples: samples a (length, task).
+        ratios: compression ratios, the fraction of KV pairs removed.
+        policies: names or ``{"name": ..., parameter: value}``; ``full`` is the uncompressed cache.
+        query_aware: settings to run: False compresses the context and then asks, True the question too.
+        seed: of the generator, or of the subset of the hub's rows.
+        data: ``generated``, or ``hub`` for ``simonjegou/ruler`` (config = length).
+        max_new_tokens: cap on a task's own limit; None for none.
+        dtype, device, attn_implementation, device_map: given to ``load_model``.
+        chunk_size: tokens a prefill call; None takes the context whole.
+        memory_budget: bytes of gathered caches that decode holds at a time.
+    """
+
+    models: tuple[str, ...] = ("smollm2-135m",)
+    lengths: tuple[int, ...] = (512,)
+    tasks: tuple[str, ...] = ("niah_single_1",)
+    n_samples: int = 2
+    ratios: tuple[float, ...] = (0.5, 0.75, 0.88)
+    policies: tuple[Any, ...] = (FULL, "frc")
+    query_aware: tuple[bool, ...] = (False,)
+    seed: int = 0
+    data: str = "generated"
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    attn_implementation: str | None = None
+    device_map: str | None = None
+    chunk_size: int | None = None
+    memory_budget: int = 2 * 2**30
+    profile: str = field(default="custom", compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("models", "lengths", "tasks", "ratios", "policies", "query_aware"):
+            value = getattr(self, name)
+            if isinstance(value, (str, dict)) or not hasattr(value, "__iter__"):
+                value = (value,)
+            if not tuple(value):
+                raise InputError(f"{name} is empty: give at least one")
+            object.__setattr__(self, name, tuple(value))
+        for name in ("n_samples", "memory_budget"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise InputError(f"{name} must be a whole number >= 1, got {getattr(self, name)!r}")
+        for length in self.lengths:
+            if not isinstance(length, int) or length < 1:
+                raise InputError(f"length {length!r} is not a whole number of tokens >= 1")
+        for task in self.tasks:
+            _known("task", task, TASKS)
+        for ratio in self.ratios:
+            check_ratio(ratio)
+        for aware in self.query_aware:
+            if aware not in (True, False):
+                raise InputError(f"query_aware takes true, false or a list of both, got {aware!r}")
+        _known("data", self.data, DATA_SOURCES)
+        for spec in self.policies:
+            if spec != FULL:
+                make_policy(spec)
+
+    @classmethod
+    def from_profile(cls, profile: str, **overrides: Any) -> GridConfig:
+        """The ``grid:`` part of data/profiles/<profile>.yaml (or of a YAML path), with what is not None replaced."""
+        settings = load_profile(profile)["grid"]
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "profile"]
+        given = {name: value for name, value in overrides.items() if value is not None}
+        for name in [*settings, *given]:
+            _known(f"grid setting in profile {profile!r}", name, names)
+        return cls(**{**settings, **given, "profile": str(profile)})
+
+
+def load_profile(profile: str) -> dict[str, Any]:
+    """A profile's YAML as a dict, by name (data/profiles) or path."""
+    path = Path(profile) if str(profile).endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
+    if not path.exists():
+        known = sorted(p.stem for p in PROFILES.glob("*.yaml"))
+        raise InputError(
+            f"profile {profile!r} is unknown: known are {', '.join(known)}, or give a path to a .yaml file"
+        )
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(f"profile {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("grid"), dict):
+        raise InputError(f"profile {path} needs a `grid:` section of settings")
+    return content
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """What a grid left behind.
+
+    Attributes:
+        folders: one run folder a model, each with ``config.json``, ``records/*.parquet`` and ``manifest.json``.
+        manifests: the contents of the manifests.
+    """
+
+    folders: tuple[Path, ...]
+    manifests: tuple[dict[str, Any], ...]
+
+    def records(self) -> pd.DataFrame:
+        """All records, in shard order."""
+        return store.read_records([folder / "records" for folder in self.folders])
+
+
+def run_grid(
+    config: GridConfig,
+    out_dir: Path | str = "runs",
+    *,
+    load: Callable[..., LoadedModel] = load_model,
+) -> GridRun:
+    """Run what is missing of a grid and return all of it. Ctrl-C loses the shard in flight, no more.
+
+    Each model is loaded once, its run folder is ``<out_dir>/grid/<model>-<digest>``.
+    """
+    folders, manifests = [], []
+    for name in config.models:
+        lm = load(
+            name,
+            dtype=config.dtype,
+            device=config.device,
+            attn_implementation=config.attn_implementation,
+            device_map=config.device_map,
+        )
+        folder, manifest = _run_model(config, lm, Path(out_dir))
+        folders.append(folder)
+        manifests.append(manifest)
+    return GridRun(tuple(folders), tuple(manifests))
+
+
+def shards(config: GridConfig) -> Iterator[tuple[int, bool, str]]:
+    """(length, query_aware, task) of each shard of one model, in the order they run."""
+    for length in config.lengths:
+        for aware in config.query_aware:
+            for task in config.tasks:
+                yield length, aware, task
+
+
+def samples_of(config: GridConfig, lm: LoadedModel, length: int, task: str) -> list[RulerSample]:
+    """The samples of a shard: generated, or the hub's rows of config ``length``."""
+    if config.data == "generated":
+        return generate(task, length, lm.tokenizer, n_samples=config.n_samples, seed=config.seed)
+    rows = load_hub(str(length), tasks=[task], seed=config.seed)
+    return rows[: config.n_samples]
+
+
+def config_digest(config: GridConfig, lm: LoadedModel) -> tuple[dict[str, Any], str]:
+    """All that shapes one model's records, and its digest."""
+    settings = dataclasses.asdict(config)
+    for name in ("profile", "models", "memory_budget", "device_map"):  # these change no record
+        settings.pop(name)
+    settings["policies"] = [
+        spec if spec == FULL else {"name": make_policy(spec).name, **make_policy(spec).params()}
+        for spec in config.policies
+    ]
+    settings |= {"model": lm.describe(), "source": store.source_digest()}
+    return settings, store.digest(settings)
+
+
+def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path, dict[str, Any]]:
+    settings, key = config_digest(config, lm)
+    folder = out_dir / "grid" / f"{lm.name.strip('/').replace('/', '--')}-{key}"
+    plan = list(shards(config))
+    # every shard's prompts are made and checked before the first runs: a bad one must not show up hours later
+    for length, aware, task in plan:
+        check_plan(
+            lm,
+            samples_of(config, lm, length, task),
+            config.policies,
+            config.ratios,
+            query_aware=aware,
+            max_new_tokens=config.max_new_tokens,
+        )
+    store.write_json(folder / "config.json", settings)
+    total, done = Counts(), 0
+    bar = tqdm(total=len(plan) * config.n_samples, desc=lm.name, unit="sample", disable=None, file=sys.stderr)
+    for number, (length, aware, task) in enumerate(plan, start=1):
+        path = folder / "records" / f"{length}-{SETTINGS[aware]}-{task}.parquet"
+        meta = store.read_meta(path)
+        if meta is None:
+            if path.exists():
+                store.set_aside(path)
+            meta = _run_shard(config, lm, key, length, aware, task, path, bar)
+            word = "done"
+        else:
+            bar.update(config.n_samples)
+            done += 1
+            word = "already there"
+        total.add(Counts(**meta["counts"]))
+        tqdm.write(f"[{number}/{len(plan)}] {lm.name} {length} {SETTINGS[aware]} {task}: {word}", file=sys.stderr)
+    bar.close()
+    manifest = {
+        "config": settings,
+        "config_digest": key,
+        "profile": config.profile,
+        "git_commit": store.git_commit(),
+        "environment": store.environment(),
+        "shards": len(plan),
+        "shards_reused": done,
+        "counts": dataclasses.asdict(total),
+    }
+    store.write_json(folder / "manifest.json", manifest)
+    return folder, manifest
+
+
+def _run_shard(
+    config: GridConfig, lm: LoadedModel, key: str, length: int, aware: bool, task: str, path: Path, bar: tqdm
+) -> dict[str, Any]:
+    counts, started = Counts(), time.perf_counter()
+    records = evaluate(
+        lm,
+        samples_of(config, lm, length, task),
+        config.policies,
+        config.ratios,
+        query_aware=aware,
+        max_new_tokens=config.max_new_tokens,
+        memory_budget=config.memory_budget,
+        chunk_size=config.chunk_size,
+        counts=counts,
+        progress=lambda sample: bar.update(1),
+    )
+    records.insert(0, "run", key)
+    records.insert(1, "git_commit", store.git_commit())
+    records.insert(2, "length", length)
+    records.insert(3, "data", config.data)
+    meta = {"run": key, "seconds": time.perf_counter() - started, "counts": dataclasses.asdict(counts)}
+    store.write_records(path, records, meta)
+    return meta
+
+
+def _known(kind: str, name: Any, known: Any) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"{kind} {name!r} is unknown: {hint}known are {', '.join(map(str, known))}")
