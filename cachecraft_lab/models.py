@@ -388,7 +388,7 @@ def _read(name: str, folder: Path, from_pretrained: Callable[[Path], Any]) -> An
     try:
         return from_pretrained(folder)
     except Exception as error:  # missing, unreadable, or of a kind that this transformers does not know
-        what = "config.json" if "Config" in from_pretrained.__qualname__ else "a tokenizer"
+        what = "config.json" if from_pretrained == AutoConfig.from_pretrained else "the tokenizer"
         raise InputError(
             f"{name}: cannot read {what} from {folder} ({_first_line(error)}): check the folder"
         ) from error
