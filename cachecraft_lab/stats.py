@@ -49,7 +49,7 @@ def summarise(records: pd.DataFrame, *, floor: float = FLOOR, n_boot: int = 2000
     """
     rows = []
     for cell, table, weights in _cells(records, floor, n_boot, seed):
-        point, draws = table.scores.mean_over_tasks(), weights @ table.scores.matrix
+        point, draws = table.scores.mean_over_tasks(), table.scores.draws(weights)
         low, high = np.percentile(draws, [2.5, 97.5], axis=0)
         for i, (policy, ratio) in enumerate(table.columns):
             chosen = table.records[(table.records["policy"] == policy) & (table.records["ratio"] == ratio)]
@@ -87,7 +87,7 @@ def margins(
     """
     rows = []
     for cell, table, weights in _cells(records, floor, n_boot, seed):
-        point, draws = table.scores.mean_over_tasks(), weights @ table.scores.matrix
+        point, draws = table.scores.mean_over_tasks(), table.scores.draws(weights)
         place = {column: i for i, column in enumerate(table.columns)}
         for ratio in sorted({ratio for name, ratio in table.columns if name == policy}):
             others = [name for name, r in table.columns if r == ratio and name not in (policy, FULL)]
@@ -133,6 +133,10 @@ class _Scores:
             counts = rng.multinomial(len(members), np.full(len(members), 1 / len(members)), size=n_boot)
             weights[:, members] = counts / len(members) / len(self.names)
         return weights
+
+    def draws(self, weights: np.ndarray) -> np.ndarray:
+        """RULER averages ``[n_boot, (policy, ratio)]``, rounded: a difference of 1e-14 is a tie, not a lead."""
+        return np.round(weights @ self.matrix, 9)
 
 
 class _Table:
