@@ -22,7 +22,8 @@ from .errors import InputError
 PACKAGE = Path(__file__).parent
 ROOT = PACKAGE.parent
 SHAPES_RECORDS = (
-    "models", "prompt", "ruler", "ruler_text", "prefill", "features", "select", "compress", "decode", "evaluate",
+    "models", "prompt", "ruler", "ruler_match", "ruler_tasks", "ruler_text",
+    "prefill", "features", "select", "compress", "decode", "evaluate",
 )  # fmt: skip
 
 
@@ -33,8 +34,9 @@ def digest(value: Any) -> str:
 
 def source_digest() -> str:
     """Digest of the modules on the way from sample to record: results of different code never share a folder."""
-    files = [PACKAGE / f"{name}.py" for name in SHAPES_RECORDS] + sorted((PACKAGE / "policies").rglob("*.py"))
-    text = "".join(path.read_text() for path in files if path.exists())
+    files = [PACKAGE / f"{name}.py" for name in SHAPES_RECORDS]
+    files += [*sorted((PACKAGE / "policies").rglob("*.py")), *sorted((PACKAGE / "text").glob("*.txt"))]
+    text = "".join(path.read_text() for path in files)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
