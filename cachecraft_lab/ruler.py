@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError
 from .ruler_match import flags, string_match_all, string_match_part, visible_text
-from .ruler_tasks import Niah, Plan, niah
+from .ruler_tasks import Niah, Plan, cwe, fwe, niah, qa, vt
 
 __all__ = [
     "COLUMNS",
@@ -28,6 +28,7 @@ __all__ = [
     "flags",
     "generate",
     "load_hub",
+    "resolve_task",
     "score",
     "string_match_all",
     "string_match_part",
@@ -97,6 +98,12 @@ TASKS: dict[str, TaskSpec] = {
     "niah_multikey_3": _niah(haystack="needles", key="uuids", value="uuids"),
     "niah_multivalue": _niah(haystack="essay", n_values=4),
     "niah_multiquery": _niah(haystack="essay", n_keys=4, n_asked=4),
+    "vt": TaskSpec(vt, max_new_tokens=30),
+    "cwe": TaskSpec(cwe, max_new_tokens=120),
+    "fwe": TaskSpec(fwe, max_new_tokens=50),
+    # RULER's qa_1 is SQuAD and qa_2 HotpotQA; what we make is named apart, so that no table mixes them up
+    "qa_1_synthetic": TaskSpec(partial(qa, hops=1), max_new_tokens=32, match="part", synthetic=True),
+    "qa_2_synthetic": TaskSpec(partial(qa, hops=2), max_new_tokens=32, match="part", synthetic=True),
 }
 
 
@@ -109,7 +116,7 @@ def generate(
     is at most ``n_tokens`` and at most 2% below. Sample ``i`` does not depend on ``n_samples``.
 
     Args:
-        task: a name of ``TASKS``.
+        task: a name of ``TASKS``; ``qa_1`` and ``qa_2`` make samples named ``qa_1_synthetic``, ``qa_2_synthetic``.
         n_tokens: length to fill to.
         tokenizer: counts the tokens.
         n_samples: how many.
@@ -118,7 +125,8 @@ def generate(
     Raises:
         InputError: unknown task, no samples asked for, or a length that is too small for the task.
     """
-    spec = _spec(task)
+    task = resolve_task(task)
+    spec = TASKS[task]
     if n_samples < 1:
         raise InputError(f"n_samples must be >= 1, got {n_samples}")
     return [_sample(task, spec, n_tokens, tokenizer, seed, index) for index in range(n_samples)]
@@ -126,14 +134,16 @@ def generate(
 
 def score(task: str, prediction: str, answers: Sequence[str]) -> float:
     """Score a prediction by the task's rule, 0 to 100, think text left out."""
-    rule = string_match_part if _spec(task).match == "part" else string_match_all
+    rule = string_match_part if TASKS[resolve_task(task)].match == "part" else string_match_all
     return rule(visible_text(prediction)[0], answers)
 
 
-def _spec(task: str) -> TaskSpec:
-    if task not in TASKS:
+def resolve_task(task: str) -> str:
+    """A name of ``TASKS``: RULER's ``qa_1`` and ``qa_2`` stand for the ``_synthetic`` task of the same rule."""
+    name = f"{task}_synthetic" if task in ("qa_1", "qa_2") else task
+    if name not in TASKS:
         raise InputError(f"unknown RULER task {task!r}; known: {', '.join(TASKS)}")
-    return TASKS[task]
+    return name
 
 
 def _sample(

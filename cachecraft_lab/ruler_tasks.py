@@ -6,11 +6,29 @@ arXiv:2404.06654); every sentence is our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
 from random import Random
+from string import ascii_lowercase, ascii_uppercase
 
-from .ruler_text import essay, essay_from, noise, numbers, scatter, take, uuids, word_keys
+from scipy.special import zeta
+
+from .errors import InputError
+from .ruler_text import (
+    essay,
+    essay_from,
+    invented_names,
+    letters,
+    noise,
+    numbers,
+    scatter,
+    take,
+    uuids,
+    word_keys,
+    words,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,192 @@ def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
         build=build,
         min_units=max(2, len(needles)),
     )
+
+
+VT_INTRO = "Variables get values in the text below, some of them from another variable. Follow every chain."
+VT_ROOT, VT_COPY = "VAR {name} = {value}.", "VAR {name} = VAR {source}."
+VT_ASK = "Which variables hold the value {value}? There are {n}."
+VT_PREFIX = "The {n} variables that hold the value {value} are:"
+VT_HOPS, VT_EXAMPLE_NOISE = 4, 6
+
+
+def vt(rng: Random, n_tokens: int) -> Plan:
+    """Variable tracking: one chain of four hops in noise; the question asks for all five variables of a value.
+
+    As in RULER a worked example stands before the text: shorter names (3 letters for 5), a chain as long.
+    """
+    example, text = _vt_chain(rng, 3), _vt_chain(rng, 5)
+    seeds = rng.getrandbits(64), rng.getrandbits(64)
+    shown = scatter(example.statements, take(noise(), VT_EXAMPLE_NOISE, 0)[0], seeds[0], in_order=True)
+    lesson = f"{VT_INTRO}\n{' '.join(shown)}\n{example.question}\n{example.prefix} {_commas(example.names)}\n"
+
+    def build(n_units: int, n_words: int) -> str:
+        whole, filler = take(noise(), n_units, n_words)
+        body = scatter(text.statements, whole, seeds[1], in_order=True) + filler
+        return f"{lesson}{VT_INTRO}\n{' '.join(body)}\n"
+
+    return Plan(text.question, text.prefix, text.names, build, min_units=VT_HOPS + 1)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    names: tuple[str, ...]
+    statements: list[str]
+    question: str
+    prefix: str
+
+
+def _vt_chain(rng: Random, name_length: int) -> _Chain:
+    names = letters(rng, VT_HOPS + 1, name_length, ascii_uppercase)
+    value = numbers(rng, 1, digits=5)[0]
+    copies = [VT_COPY.format(name=name, source=source) for source, name in pairwise(names)]
+    wording = {"n": len(names), "value": value}
+    return _Chain(
+        names=tuple(names),
+        statements=[VT_ROOT.format(name=names[0], value=value), *copies],
+        question=VT_ASK.format(**wording),
+        prefix=VT_PREFIX.format(**wording),
+    )
+
+
+CWE_INTRO = "Here is a numbered list of words. Some words come up more often than the others."
+CWE_ASK = "Which {n} words come up most often in the list?"
+CWE_PREFIX = "The {n} words that come up most often in the list are:"
+CWE_COMMON = 10
+
+
+@dataclass(frozen=True)
+class CweSizes:
+    """How often a common and an uncommon word come up, in the list and in the worked example."""
+
+    common: int
+    uncommon: int
+    example_common: int
+    example_uncommon: int
+    example_words: int  # uncommon ones
+
+
+# RULER's sizes from 4096 tokens on and below; its small ones take about 900 tokens, so ours go on from there.
+CWE_SIZES = {4096: CweSizes(30, 3, 10, 3, 30), 1024: CweSizes(6, 1, 3, 1, 10), 0: CweSizes(3, 1, 2, 1, 5)}
+
+
+def cwe(rng: Random, n_tokens: int) -> Plan:
+    """Common words: a shuffled list in which ten words come up often; the question asks for the ten.
+
+    As in RULER a worked example with other words stands before the list.
+    """
+    sizes = next(sizes for least, sizes in CWE_SIZES.items() if n_tokens >= least)
+    pool = sorted({*words()[0], *words()[1]})
+    common, others = _apart(rng.sample(pool, len(pool)), CWE_COMMON)
+    example, uncommon = others[: CWE_COMMON + sizes.example_words], others[CWE_COMMON + sizes.example_words :]
+    seeds = rng.getrandbits(64), rng.getrandbits(64)
+    ask, prefix = CWE_ASK.format(n=CWE_COMMON), CWE_PREFIX.format(n=CWE_COMMON)
+    shown, rare = example[:CWE_COMMON], example[CWE_COMMON:]
+    listed = _word_list(shown * sizes.example_common + rare * sizes.example_uncommon, seeds[0])
+    lesson = f"{CWE_INTRO}\n{listed}\n{ask}\n{prefix} {_commas(shown)}\n"
+
+    def build(n_units: int, n_words: int) -> str:
+        if n_units > len(uncommon):
+            raise InputError(f"cwe at {n_tokens} tokens needs more words than the list has: use fewer tokens")
+        entries = common * sizes.common + uncommon[:n_units] * sizes.uncommon
+        entries += uncommon[n_units : n_units + n_words]  # once each: fewer than any other, so no rule changes
+        return f"{lesson}{CWE_INTRO}\n{_word_list(entries, seeds[1])}\n"
+
+    return Plan(ask, prefix, tuple(common), build, min_units=1)
+
+
+def _apart(shuffled: list[str], n: int) -> tuple[list[str], list[str]]:
+    """(``n`` words, the words that hold none of them): a substring match then means the word itself."""
+    chosen: list[str] = []
+    spoken = CWE_INTRO + CWE_ASK + CWE_PREFIX
+    for word in shuffled:
+        if len(chosen) < n and not any(word in c or c in word for c in [*chosen, spoken]):
+            chosen.append(word)
+    return chosen, [word for word in shuffled if not any(c in word for c in chosen)]
+
+
+def _word_list(entries: list[str], seed: int) -> str:
+    shuffled = Random(seed).sample(entries, len(entries))
+    return " ".join(f"{i}. {word}" for i, word in enumerate(shuffled, 1))
+
+
+FWE_INTRO = "The text below is in code. Count how often each coded word comes up, and pay no heed to the dots."
+FWE_ASK = "Which three coded words come up most often in the text? Name only the words."
+FWE_PREFIX = "The three coded words that come up most often in the text are:"
+FWE_ALPHA, FWE_DOTS = 2.0, "..."
+
+
+def fwe(rng: Random, n_tokens: int) -> Plan:
+    """Frequent words: coded words with Zeta frequencies, alpha 2.0; the question asks for the top three.
+
+    Of N words, the word of rank k comes up floor(N k^-alpha / zeta(alpha)) times. As in RULER the first rank is
+    dots, which do not count, so the answers are ranks two to four.
+    """
+    coded = letters(rng, isqrt(n_tokens) + 8, 6, ascii_lowercase)  # rank k is there only if k^2 < N
+    seed = rng.getrandbits(64)
+
+    def build(n_units: int, n_words: int) -> str:
+        counts = [int(n_units * k**-FWE_ALPHA / zeta(FWE_ALPHA)) for k in range(1, len(coded) + 2)]
+        entries = [w for w, n in zip([FWE_DOTS, *coded], counts, strict=True) for _ in range(n)]
+        entries += [FWE_DOTS] * n_words
+        return f"{FWE_INTRO}\n{' '.join(Random(seed).sample(entries, len(entries)))}\n"
+
+    # from 53 on, rank four always comes up more often than rank five
+    return Plan(FWE_ASK, FWE_PREFIX, tuple(coded[:3]), build, min_units=53)
+
+
+QA_INTRO = "Read the documents. All in them is invented. Answer the question from them, in a few words."
+QA_PREFIX = "Answer:"
+QA_TOWN = "{town} lies on the river {river}. It was founded by {founder}, and is known for its {craft}."
+QA_PERSON = "{founder} was born in {birthplace}, learned to make {craft} there, and left home while still young."
+QA_ASK_FOUNDER = "Who founded {town}?"
+QA_ASK_RIVER = "On which river does {town} lie?"
+QA_ASK_BIRTHPLACE = "Where was the founder of {town} born?"
+FIRST_NAMES = "Ada Bram Clara Dirk Edda Felix Greta Hugo Ida Jonas Karla Leo Mina Nils Olga Paul"
+CRAFTS = "bells boats bread candles chairs cheese clocks cloth glass honey kites lace lamps paper pots rope"
+
+
+def qa(rng: Random, n_tokens: int, *, hops: int) -> Plan:
+    """Questions over numbered documents of invented facts, in place of SQuAD (one hop) and HotpotQA (two).
+
+    One hop asks for a fact of a town's document; two ask for a fact of the person whom it names, who has a
+    document of his or her own. The other documents say the same of other towns and people.
+    """
+    names = invented_names(rng)
+    facts = [_qa_facts(rng, names) for _ in range(n_tokens // 32 + 3)]  # a document takes over 32 tokens
+    templates = [QA_TOWN, QA_PERSON][:hops]
+    gold, *others = ([t.format(**fact) for t in templates] for fact in facts)
+    hay = [document for pair in others for document in rng.sample(pair, len(pair))]
+    ask, key = (
+        (QA_ASK_BIRTHPLACE, "birthplace")
+        if hops == 2
+        else rng.choice([(QA_ASK_FOUNDER, "founder"), (QA_ASK_RIVER, "river")])
+    )
+    seed = rng.getrandbits(64)
+
+    def build(n_units: int, n_words: int) -> str:
+        placing, documents = Random(seed), hay[: n_units - hops]
+        for document in gold:
+            documents.insert(placing.randrange(len(documents) + 1), document)
+        documents[-1] = " ".join([documents[-1], *take(noise(), 0, n_words)[1]])
+        numbered = "\n".join(f"Document {i}: {document}" for i, document in enumerate(documents, 1))
+        return f"{QA_INTRO}\n{numbered}\n"
+
+    return Plan(ask.format(**facts[0]), QA_PREFIX, (facts[0][key],), build, min_units=hops + 1)
+
+
+def _qa_facts(rng: Random, names: Iterator[str]) -> dict[str, str]:
+    return {
+        "town": next(names),
+        "river": next(names),
+        "founder": f"{rng.choice(FIRST_NAMES.split())} {next(names)}",
+        "birthplace": next(names),
+        "craft": rng.choice(CRAFTS.split()),
+    }
+
+
+def _commas(names: Sequence[str]) -> str:
+    return ", ".join(names)
 
 
 def _listed(names: list[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
-from itertools import accumulate, count, islice
+from itertools import accumulate, count, islice, product
 from random import Random
 
 from .errors import InputError
@@ -23,6 +23,17 @@ NOISE = (
     "The bread is warm.",
     "Off we walk.",
     "Up the path and down once more.",
+)
+
+# Parts of invented names; each row has parts of one length.
+NAME_STARTS = (
+    "Bar Bel Bor Cal Cor Dal Dor Fal Fen Gal Gor Hal Hol Jal Jor "
+    "Kal Kel Lam Lor Mar Mel Nal Nor Pel Ral Sel Tal Tor Val Zan"
+)
+NAME_MIDDLES = "an ar av el en er ev il in ir iv ol on or ov ul un ur uv ys"
+NAME_ENDS = (
+    "adia anne arth bury dale dune fell ford gard gate hold holm "
+    "land lyth mere moor mund reth rick stow thal vale wick wold"
 )
 
 
@@ -45,12 +56,18 @@ def words() -> tuple[tuple[str, ...], tuple[str, ...]]:
     raw = " ".join([*adjectives, "|", *nouns]).encode()
     fix = f"wonderwords {version('wonderwords')} has other word lists: pip install wonderwords==3.0.1"
     _checked(raw, WORDS_SHA256, fix)
-    # prefix-free nouns: then no key adjective-noun lies inside another (red-cat in bored-catfish)
-    free: list[str] = []
-    for noun in nouns:
-        if not free or not noun.startswith(free[-1]):
-            free.append(noun)
-    return tuple(adjectives), tuple(free)
+    return tuple(adjectives), tuple(nouns)
+
+
+@cache
+def key_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The (adjectives, nouns) of keys: no adjective ends in another and no noun begins with another.
+
+    So no key adjective-noun lies inside another one, as red-cat would in bored-catfish.
+    """
+    adjectives, nouns = words()
+    by_ending = _prefix_free(sorted(w[::-1] for w in adjectives))
+    return tuple(sorted(w[::-1] for w in by_ending)), tuple(_prefix_free(nouns))
 
 
 def essay_from(start: int) -> Iterator[str]:
@@ -65,11 +82,10 @@ def noise() -> Iterator[str]:
 
 
 def word_keys(rng: Random, n: int) -> list[str]:
-    """``n`` keys such as ``brave-lantern``, all different, and none lies inside another."""
-    adjectives, nouns = words()
-    if n > len(nouns):
-        raise InputError(f"{n} needles need more nouns than the word list has ({len(nouns)}): use fewer tokens")
-    return [f"{rng.choice(adjectives)}-{noun}" for noun in rng.sample(nouns, n)]
+    """``n`` keys such as ``brave-lantern``, all different, none inside another."""
+    adjectives, nouns = key_words()
+    pairs = (divmod(i, len(nouns)) for i in rng.sample(range(len(adjectives) * len(nouns)), n))
+    return [f"{adjectives[a]}-{nouns[b]}" for a, b in pairs]
 
 
 def numbers(rng: Random, n: int, digits: int = 7) -> list[str]:
@@ -115,6 +131,29 @@ def scatter(needles: Sequence[str], haystack: Sequence[str], seed: int, *, in_or
         mixed += [at_place[i]] if i in at_place else []
         mixed += [sentence] if sentence is not None else []
     return mixed
+
+
+def letters(rng: Random, n: int, length: int, alphabet: str) -> list[str]:
+    """``n`` different random strings of ``length`` letters."""
+    found: dict[str, None] = {}
+    while len(found) < n:
+        found["".join(rng.choices(alphabet, k=length))] = None
+    return list(found)
+
+
+def invented_names(rng: Random) -> Iterator[str]:
+    """Different made-up proper names of nine letters each, so none lies inside another; about 14000."""
+    starts, middles, ends = NAME_STARTS.split(), NAME_MIDDLES.split(), NAME_ENDS.split()
+    names = ["".join(parts) for parts in product(starts, middles, ends)]
+    return iter(rng.sample(names, len(names)))
+
+
+def _prefix_free(ordered: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for word in ordered:
+        if not kept or not word.startswith(kept[-1]):
+            kept.append(word)
+    return kept
 
 
 def _plain(word: str) -> bool:
