@@ -7,34 +7,22 @@ prompt format) is in :meth:`LoadedModel.describe`, which goes into every record.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import errors as hub
-from huggingface_hub import hf_hub_download, snapshot_download
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
-from .embedded import EMBEDDED, embedded_folder
+from .embedded import EMBEDDED
 from .errors import InputError
+from .sources import Source, find_source, first_line, short_hash
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNELS = ("sdpa", "eager", "flash_attention_2")
 PROMPT_FORMATS = ("chat", "chat-no-system", "none")
-
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-HUB_SKIP = ["original/*", "consolidated*"]  # the same weights once more, in the maker's own layout
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -48,11 +36,12 @@ class ModelEntry:
     """What we know of a model beyond its files.
 
     Attributes:
-        prompt_format: ``chat`` (the tokenizer's own template), ``chat-no-system`` or ``none``.
+        prompt_format: ``chat`` (the tokenizer's own template), ``chat-no-system`` or ``none``; if it is not given,
+            ``chat`` where the tokenizer has a template.
         revision: hub commit that is loaded unless the caller asks for another; None is the hub's main.
     """
 
-    prompt_format: str
+    prompt_format: str | None = None
     revision: str | None = None
     notes: str = ""
 
@@ -62,6 +51,10 @@ ENTRIES = {
     "meta-llama/Llama-3.1-8B-Instruct": ModelEntry("chat", notes="gated: needs the licence and a token"),
     "Qwen/Qwen3-8B": ModelEntry("chat", notes="thinking off unless asked for"),
 }
+
+
+def _entry(name: str) -> ModelEntry:
+    return ENTRIES.get(str(name), ModelEntry())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,13 +106,13 @@ class LoadedModel:
         state = json.loads(backend.to_str()) if backend is not None else {"vocab": self.tokenizer.get_vocab()}
         for setting_of_last_call in ("truncation", "padding"):
             state.pop(setting_of_last_call, None)
-        return _short_hash(json.dumps(state, sort_keys=True))
+        return short_hash(json.dumps(state, sort_keys=True))
 
     @property
     def template_hash(self) -> str:
         """Of the chat template in use; ``none`` without one."""
         template = self.tokenizer.chat_template
-        return "none" if template is None else _short_hash(template)
+        return "none" if template is None else short_hash(template)
 
     def check_length(self, n_tokens: int) -> None:
         """Refuse a prompt with answer that is longer than the model's position limit.
@@ -190,106 +183,14 @@ def load_model(
     dtype = _check_dtype(dtype, device)
     kernel = _check_kernel(attn_implementation or "sdpa", dtype, device)
     _check_choice("prompt_format", prompt_format, (None, *PROMPT_FORMATS))
-    folder, resolved = _resolve(str(name), revision)
-    check_config(str(name), _read(str(name), folder, AutoConfig.from_pretrained))
-    _check_files(str(name), folder)
-    tokenizer = _read(str(name), folder, AutoTokenizer.from_pretrained)
-    format_ = set_prompt_format(str(name), tokenizer, prompt_format)
-    model = _load_weights(str(name), folder, dtype, kernel, device_map or {"": device})
-    return LoadedModel(str(name), model, tokenizer, format_, resolved or _weights_digest(folder))
+    source = find_source(str(name), revision or _entry(name).revision)
+    tokenizer = _load_tokenizer(source)
+    prompt_format = set_prompt_format(source.name, tokenizer, prompt_format)
+    model = _load_weights(source, dtype, kernel, device_map or {"": device})
+    return LoadedModel(source.name, model, tokenizer, prompt_format, source.revision)
 
 
-# --- where the files come from ------------------------------------------------------------------------------------
-
-
-def _resolve(name: str, revision: str | None) -> tuple[Path, str | None]:
-    """The model's folder and its revision (None: a local folder, hashed later)."""
-    path = Path(name).expanduser()
-    is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
-    if revision is not None and (name == EMBEDDED or path.is_dir() or not is_hub_id):
-        raise InputError(f"revision={revision!r} is for hub models, {name!r} is none: leave it out")
-    if name == EMBEDDED:
-        folder, digest = embedded_folder()
-        return folder, f"sha256:{digest[:12]}"
-    if path.is_dir():
-        return path, None
-    if is_hub_id:
-        return _hub_folder(name, revision or ENTRIES.get(name, ModelEntry("chat")).revision)
-    raise InputError(
-        f"model {name!r}: no such folder, and neither a hub id (org/name) nor the embedded {EMBEDDED!r}: check it"
-    )
-
-
-def _hub_folder(name: str, revision: str | None) -> tuple[Path, str]:
-    """Snapshot folder and commit of a hub model; its config is checked before its weights are downloaded."""
-    try:
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
-        commit = config.parent.name
-        check_config(name, _read(name, config.parent, AutoConfig.from_pretrained))
-        folder = snapshot_download(name, revision=commit, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIP)
-    except InputError:
-        raise
-    except Exception as error:  # hub clients raise many kinds, the HTTP library's own among them
-        raise InputError(_hub_message(name, revision, error)) from error
-    return Path(folder), commit
-
-
-def _hub_message(name: str, revision: str | None, error: Exception) -> str:
-    """One line for what went wrong; built from the kind of error alone, so that no header or token gets into it."""
-    offline = f"use the embedded {EMBEDDED!r} or the path of a model folder"
-    if isinstance(error, hub.GatedRepoError):
-        return f"{name} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
-    if isinstance(error, hub.RevisionNotFoundError):
-        return f"{name}: the hub has no revision {revision!r}: check it"
-    if isinstance(error, hub.RepositoryNotFoundError):
-        return f"{name}: not on the hub, or private: check the name, or run `hf auth login`"
-    if isinstance(error, hub.LocalEntryNotFoundError):
-        return f"{name}: the hub cannot be reached and its cache does not hold the model: {offline}"
-    if isinstance(error, hub.EntryNotFoundError):
-        return f"{name}: the hub's repository has no config.json: it is not a transformers model, check the name"
-    detail = f", {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    return f"{name}: download failed ({type(error).__name__}{detail}): try again, or {offline}"
-
-
-# --- checks before weights are read -------------------------------------------------------------------------------
-
-
-def check_config(name: str, config: Any) -> None:
-    """Refuse an architecture whose attention we do not read, and active sliding windows.
-
-    Raises:
-        InputError: unsupported, by name and with the reason.
-    """
-    architectures = config.architectures or [f"model type {config.model_type!r}"]
-    if architectures[0] not in ARCHITECTURES:
-        raise InputError(f"{name}: {architectures[0]} is not supported, use one of {', '.join(ARCHITECTURES)}")
-    layer_types = getattr(config, "layer_types", None) or ()
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in layer_types or (config.model_type == "mistral" and window is not None):
-        raise InputError(
-            f"{name}: sliding-window attention (window {window}) already drops old KV pairs, so a compression ratio "
-            "would not mean what it says: use a model with full attention in every layer"
-        )
-
-
-def _check_files(name: str, folder: Path) -> list[Path]:
-    """The weights files, whole; safetensors only, as a pickle can run code."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        raise InputError(f"{name}: no model.safetensors in {folder}: download the model's safetensors files")
-    for file in files:
-        if not file.is_file():
-            raise InputError(f"{name}: weights file {file.name} is missing in {folder}: download it again")
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError:
-            raise InputError(f"{name}: {file} is damaged or cut short: delete it and fetch it again") from None
-    return files
+# --- checks of the arguments ------------------------------------------------------------------------------------------
 
 
 def _check_choice(what: str, value: Any, choices: tuple) -> None:
@@ -302,8 +203,6 @@ def _check_device(device: str | torch.device | None, device_map: str | dict | No
     if device_map is not None:
         if device is not None:
             raise InputError(f"both device={str(device)!r} and device_map={device_map!r} are given: use one")
-        if find_spec("accelerate") is None:
-            raise InputError(f"device_map={device_map!r} needs accelerate: run `pip install accelerate`")
         return None
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -351,9 +250,10 @@ def set_prompt_format(name: str, tokenizer: PreTrainedTokenizerBase, prompt_form
     Raises:
         InputError: a chat format without a chat template, or a system turn that cannot be left out.
     """
+    if isinstance(tokenizer.chat_template, dict):  # several named templates
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     if prompt_format is None:
-        default = "chat" if tokenizer.chat_template is not None else "none"
-        prompt_format = ENTRIES.get(name, ModelEntry(default)).prompt_format
+        prompt_format = _entry(name).prompt_format or ("none" if tokenizer.chat_template is None else "chat")
     if prompt_format == "none":
         tokenizer.chat_template = None
     elif tokenizer.chat_template is None:
@@ -383,46 +283,25 @@ def _without_system_turn(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _read(name: str, folder: Path, from_pretrained: Callable[[Path], Any]) -> Any:
-    """Config or tokenizer of a folder; what transformers raises becomes one line."""
+def _load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     try:
-        return from_pretrained(folder)
-    except Exception as error:  # missing, unreadable, or of a kind that this transformers does not know
-        what = "config.json" if from_pretrained == AutoConfig.from_pretrained else "the tokenizer"
-        raise InputError(
-            f"{name}: cannot read {what} from {folder} ({_first_line(error)}): check the folder"
-        ) from error
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except Exception as error:  # missing, unreadable, or in need of a package: transformers raises many kinds
+        raise InputError(f"{source.name}: its tokenizer cannot be read ({first_line(error)}): {source.fix}") from error
 
 
-def _load_weights(name: str, folder: Path, dtype: torch.dtype, kernel: str, device_map: str | dict) -> PreTrainedModel:
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=kernel, device_map=device_map, output_loading_info=True
-        )
-    except SafetensorError as error:
-        raise InputError(f"{name}: weights in {folder} cannot be read ({error}): fetch them again") from error
+def _load_weights(source: Source, dtype: torch.dtype, kernel: str, device_map: str | dict) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source.folder,
+        dtype=dtype,
+        attn_implementation=kernel,
+        device_map=device_map,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     # transformers fills what the files lack with random numbers and goes on
     wrong = [*info["missing_keys"], *info["mismatched_keys"]]
     if wrong:
-        raise InputError(f"{name}: weights in {folder} do not fit the config (such as {wrong[0]}): fetch them again")
+        raise InputError(f"{source.name}: its weights do not fit its config (such as {wrong[0]}): {source.fix}")
     return model.eval().requires_grad_(False)
-
-
-def _weights_digest(folder: Path) -> str:
-    """``sha256:`` and 12 hex digits over the content of the weights files."""
-
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = list(pool.map(digest, _check_files(str(folder), folder)))
-    return f"sha256:{_short_hash(' '.join(digests))}"
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -78,7 +78,8 @@ SPECIAL = [
     "[INST]",
     "[/INST]",
 ]
-TEXT = """The harbour opened at six. Boats came in with the tide, and the clerks wrote down every crate, barrel and name.
+TEXT = """
+The harbour opened at six. Boats came in with the tide, and the clerks wrote down every crate, barrel and name.
 One of the special magic numbers for quiet-river is: 7341908. Remember it. I will quiz you about the number later.
 What is the special magic number for quiet-river mentioned in the provided text? The answer is 25 or 36 or 9081.
 The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. A memory of snow, of salt
