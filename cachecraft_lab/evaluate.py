@@ -19,6 +19,7 @@ from .decode import DecodeStats, Generation, decode
 from .errors import InputError
 from .models import LoadedModel
 from .policies import Kept, Policy, keep, make_policy
+from .policies.base import check_context
 from .prefill import check_attentions, prefill
 from .prompt import Prompt, encode_prompt
 from .ruler import RulerSample, flags, score, visible_text
@@ -143,11 +144,7 @@ def check_plan(
         n_context = prompt.context_ids.shape[1]
         lm.check_length(n_context + prompt.question_ids.shape[1] + n_new)
         for policy in made:
-            if n_context < policy.min_tokens:
-                raise InputError(
-                    f"policy {policy.name} needs a context of at least {policy.min_tokens} tokens (its window and "
-                    f"sinks), sample {sample.id} has {n_context}: use a longer context or a smaller window"
-                )
+            check_context(policy, n_context, f"sample {sample.id}")
     return Plan(made, len(made) < len(policies), ratios, prompts, allowed)
 
 

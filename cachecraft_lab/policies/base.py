@@ -66,8 +66,10 @@ def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[floa
     """Kept indices of one policy at every ratio, over one prefill. Each layer is scored once where it can be.
 
     Raises:
-        InputError: the policy broke its contract (shape, dtype, order, range, budget, NaN); says expected and got.
+        InputError: too short a context; or the policy broke its contract (shape, dtype, order, range, budget, NaN,
+            a tensor changed in place), with what was expected and got.
     """
+    check_context(policy, prefill.n_tokens, "this prefill")
     ratios = list(ratios)
     budgets = {ratio: check_budgets(policy, prefill, ratio) for ratio in ratios}
     kept: dict[float, list[Tensor]] = {ratio: [] for ratio in ratios}
@@ -76,12 +78,33 @@ def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[floa
             scores = None
             for ratio in ratios:
                 if scores is None or policy.ratio_in_score:
+                    before = _versions(layer)
                     scores = check_scores(policy, policy.score(layer, ratio), layer)
+                    if _versions(layer) != before:
+                        raise InputError(
+                            f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as "
+                            "others read them; got one changed in place: clone it first"
+                        )
                 n_keep = budgets[ratio][layer.index]
                 who = f"policy {policy.name}, layer {layer.index}, r={ratio}"
                 indices = policy.select(scores, n_keep)
                 kept[ratio].append(check_kept(indices, layer.n_kv_heads, layer.n_tokens, n_keep, who=who))
     return {ratio: tuple(layers) for ratio, layers in kept.items()}
+
+
+def check_context(policy: Policy, n_tokens: int, what: str) -> None:
+    """Refuse a context that the policy cannot judge: a shrunk window is another policy under the same name."""
+    if n_tokens < policy.min_tokens:
+        raise InputError(
+            f"policy {policy.name} needs a context of at least {policy.min_tokens} tokens (its window and sinks), "
+            f"{what} has {n_tokens}: use a longer context or a smaller window"
+        )
+
+
+def _versions(layer: PrefillLayer) -> list[int]:
+    """Torch's counters of in-place changes of the tensors that every policy shares."""
+    shared = (layer.keys, layer.values, layer.cos, layer.sin, layer.hidden_states, layer.attentions)
+    return [tensor._version for tensor in shared if tensor is not None]
 
 
 def check_scores(policy: Policy, scores: Tensor, layer: PrefillLayer) -> Tensor:
