@@ -25,6 +25,7 @@ from .errors import InputError
 from .evaluate import FULL, SETTINGS, Counts, check_plan, evaluate
 from .models import LoadedModel, load_model
 from .policies import make_policy
+from .policies.kvpress import check_kvpress
 from .ruler import TASKS, RulerSample, generate, load_hub
 from .select import check_ratio
 
@@ -151,6 +152,7 @@ def run_grid(
 
     Each model is loaded once, its run folder is ``<out_dir>/grid/<model>-<digest>``.
     """
+    check_kvpress()
     folders, manifests = [], []
     for name in config.models:
         lm = load(
