@@ -8,7 +8,8 @@ from reference import cut_at_first_eos, first_difference, kvpress_answer_ids, lo
 
 from cachecraft_lab.compress import full_kept
 from cachecraft_lab.decode import DecodeStats, decode, decode_one
-from cachecraft_lab.policies import keep, make_policy
+from cachecraft_lab.policies import PolicyPress, keep, make_policy
+from cachecraft_lab.policies.kvpress import press_score
 from cachecraft_lab.prefill import prefill
 from cachecraft_lab.prompt import encode_prompt
 from cachecraft_lab.ruler import RulerSample, generate
@@ -26,7 +27,7 @@ def check_against_kvpress(lm, samples, *, query_aware: bool, window: int, n_new:
         for name in presses(0.5, window):
             policy = make_policy({"name": "snapkv", "window_size": window} if name == "snapkv" else name)
             for ratio, kept in keep(policy, full, RATIOS).items():
-                rows.append(kept)
+                rows.append(as_kvpress_breaks_ties(presses(ratio, window)[name], full, kept))
                 labels.append((name, ratio))
         answers = decode(full, prompt.question_ids, rows, n_new)
         for (name, ratio), kept, answer in zip(labels, rows, answers, strict=True):
@@ -58,12 +59,40 @@ def test_tiny_equals_kvpress(request, arch, query_aware):
     assert compared == 110 and ties <= 1
 
 
+def as_kvpress_breaks_ties(press, full, kept):
+    """``kept``, or kvpress's own pick where scores tie exactly at the budget's edge.
+
+    Equal scores are common in layer 0, where a token's key norm depends on the token alone. We keep the earlier
+    position, ``topk`` leaves the choice open; all that differs must be such ties.
+    """
+    theirs = []
+    for layer, ours in zip(full.layers, kept, strict=True):
+        scores = press_score(press, layer)
+        pick = scores.topk(ours.shape[1], dim=-1).indices.sort(-1).values
+        assert torch.equal(scores.gather(1, pick).sort(-1).values, scores.gather(1, ours).sort(-1).values)
+        theirs.append(pick)
+    return tuple(theirs)
+
+
 def random_sample(seed: int) -> RulerSample:
     """Words without meaning: a random model has no use for it, and every layer sees varied tokens."""
     generator = torch.Generator().manual_seed(seed)
     letters = torch.randint(97, 123, (700,), generator=generator).tolist()
     text = "".join(" " if i % 6 == 5 else chr(c) for i, c in enumerate(letters))
     return RulerSample("niah_single_1", text + "\n", "What was said? ", "It was", ("x",), 16, f"random-{seed}")
+
+
+@pytest.mark.parametrize("name", ["frc", "keydiff", "chunkkv"])
+def test_our_policies_inside_kvpress(tiny_qwen3, name):
+    """A policy as a press in kvpress's own pipeline answers as it does here."""
+    for seed in range(3):
+        sample = random_sample(seed)
+        prompt = encode_prompt(tiny_qwen3, sample.context, sample.question, sample.answer_prefix)
+        full = prefill(tiny_qwen3, prompt.context_ids)
+        for ratio, kept in keep(make_policy(name), full, RATIOS).items():
+            ours = list(decode(full, prompt.question_ids, [kept], 8)[0].token_ids)
+            theirs = kvpress_answer_ids(tiny_qwen3, sample, PolicyPress(name, ratio), 8, query_aware=False)
+            assert ours == cut_at_first_eos(theirs, tiny_qwen3.eos_ids)
 
 
 @pytest.mark.parametrize("arch", ["tiny_llama", "tiny_qwen3", "tiny_qwen2", "tiny_mistral"])

@@ -3,6 +3,16 @@
 from . import frc, kvpress  # noqa: F401  (importing registers them)
 from .base import Kept, Policy, keep, make_policy, policy_names, register_policy
 from .frc import FRC
-from .kvpress import from_press
+from .kvpress import PolicyPress, from_press
 
-__all__ = ["FRC", "Kept", "Policy", "from_press", "keep", "make_policy", "policy_names", "register_policy"]
+__all__ = [
+    "FRC",
+    "Kept",
+    "Policy",
+    "PolicyPress",
+    "from_press",
+    "keep",
+    "make_policy",
+    "policy_names",
+    "register_policy",
+]

@@ -72,24 +72,33 @@ def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[floa
     check_context(policy, prefill.n_tokens, "this prefill")
     ratios = list(ratios)
     budgets = {ratio: check_budgets(policy, prefill, ratio) for ratio in ratios}
-    kept: dict[float, list[Tensor]] = {ratio: [] for ratio in ratios}
     with torch.no_grad():
-        for layer in prefill.layers:
-            scores = None
-            for ratio in ratios:
-                if scores is None or policy.ratio_in_score:
-                    before = _versions(layer)
-                    scores = check_scores(policy, policy.score(layer, ratio), layer)
-                    if _versions(layer) != before:
-                        raise InputError(
-                            f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as "
-                            "others read them; got one changed in place: clone it first"
-                        )
-                n_keep = budgets[ratio][layer.index]
-                who = f"policy {policy.name}, layer {layer.index}, r={ratio}"
-                indices = policy.select(scores, n_keep)
-                kept[ratio].append(check_kept(indices, layer.n_kv_heads, layer.n_tokens, n_keep, who=who))
-    return {ratio: tuple(layers) for ratio, layers in kept.items()}
+        layers = [
+            keep_layer(policy, layer, ratios, {ratio: budgets[ratio][layer.index] for ratio in ratios})
+            for layer in prefill.layers
+        ]
+    return {ratio: tuple(layer[ratio] for layer in layers) for ratio in ratios}
+
+
+def keep_layer(
+    policy: Policy, layer: PrefillLayer, ratios: Iterable[float], budgets: dict[float, int] | None = None
+) -> dict[float, Tensor]:
+    """Kept indices of one layer at every ratio; ``budgets`` default to the same count in all layers."""
+    kept: dict[float, Tensor] = {}
+    scores = None
+    for ratio in ratios:
+        if scores is None or policy.ratio_in_score:
+            before = _versions(layer)
+            scores = check_scores(policy, policy.score(layer, ratio), layer)
+            if _versions(layer) != before:
+                raise InputError(
+                    f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as "
+                    "others read them; got one changed in place: clone it first"
+                )
+        budget = budgets[ratio] if budgets else kept_count(layer.n_tokens, ratio)
+        who = f"policy {policy.name}, layer {layer.index}, r={ratio}"
+        kept[ratio] = check_kept(policy.select(scores, budget), layer.n_kv_heads, layer.n_tokens, budget, who=who)
+    return kept
 
 
 def check_context(policy: Policy, n_tokens: int, what: str) -> None:

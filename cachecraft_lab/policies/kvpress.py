@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..prefill import Prefill, PrefillLayer
 from ..select import chunk_topk, kept_count
-from .base import Policy, register_policy
+from .base import Policy, check_context, keep_layer, make_policy, register_policy
 
 HIDDEN = frozenset({"hidden_states"})
 
@@ -324,6 +324,46 @@ def from_press(press: object, name: str | None = None) -> Policy:
     if not isinstance(press, ScorerPress) or type(press).compress is not ScorerPress.compress:
         raise InputError(f"{kind} cannot run on one prefill's tensors: it is no ScorerPress with plain top-k selection")
     return WrappedPress(press, name or kind)
+
+
+@dataclass
+class PolicyPress(kvpress.presses.base_press.BasePress):
+    """A policy of this package as a kvpress press, for kvpress's own pipeline: same kept indices, same answers.
+
+    Attributes:
+        policy: name, settings or object, as :func:`make_policy` takes it; its layers must have equal budgets.
+        compression_ratio: the fraction of KV pairs removed.
+    """
+
+    policy: Any
+    compression_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.policy = make_policy(self.policy)
+        if type(self.policy).layer_budgets is not Policy.layer_budgets:
+            raise InputError(
+                f"policy {self.policy.name} gives layers budgets of their own: a press sees one layer only"
+            )
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):  # kvpress's signature
+        if self.compression_ratio == 0:
+            return keys, values
+        check_context(self.policy, keys.shape[2], "this one")
+        cos, sin = kwargs["position_embeddings"]
+        layer = PrefillLayer(
+            index=module.layer_idx,
+            module=module,
+            keys=keys[0],
+            values=values[0],
+            cos=cos[0],
+            sin=sin[0],
+            hidden_states=hidden_states[0],
+            attentions=None if attentions is None else attentions[0],
+            rotary_emb=module.rotary_emb,
+        )
+        kept = keep_layer(self.policy, layer, [self.compression_ratio])[self.compression_ratio]
+        index = kept[None, ..., None].expand(-1, -1, -1, keys.shape[-1])
+        return keys.gather(2, index), values.gather(2, index)
 
 
 def check_kvpress() -> None:
