@@ -32,6 +32,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 20
 
 setup: $(STAMP)  ## make .venv with the pinned packages and the embedded model
+	@echo 'set up in .venv'
 
 $(STAMP):
 	@PYTHON='$(PYTHON)' scripts/setup.sh $@

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Bring .venv to the pinned state of constraints.txt. Called by `make setup`; safe to run again at any time.
 #
-# A broken run resumes: pip's cache keeps every download that came whole, a virtual environment whose Python no
-# longer runs is rebuilt, and a package whose unpacking was cut short is taken out, so that pip puts it back.
+# A broken run resumes: packages are installed in small groups, so that a broken download costs one group; a
+# package whose unpacking was cut short is taken out, so that pip puts it back; a virtual environment whose
+# Python no longer runs is rebuilt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,10 +18,10 @@ die() { printf 'error: %s\n' "$1" >&2; exit 1; }
 # Retries cover a flaky network within one run; the pinned pip also resumes inside a file.
 pip_install() {
     local quiet=()
-    [ -z "${CI:-}" ] || quiet=(-q --progress-bar off)
+    [ -z "${CI:-}" ] || quiet=(-qq --progress-bar off)
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --retries 10 \
         ${quiet[@]+"${quiet[@]}"} "$@" ||
-        die "pip stopped; 'make setup' goes on from here (what was downloaded whole is kept in pip's cache)"
+        die "pip stopped (its message is above); run 'make setup' again, it goes on from here"
 }
 
 # pip writes a package's INSTALLER file after its last module: without it the package looks installed but is not.
@@ -50,8 +51,14 @@ pip_install -c constraints.txt pip
 say 2 "torch"
 pip_install -c constraints.txt torch setuptools
 
-say 3 "the package, its libraries and test tools"
-# No build isolation: the pinned setuptools of step 2 builds, and nothing unpinned is fetched.
+# No build isolation: the pinned setuptools of step 2 builds, and nothing unpinned is fetched. The lock names all
+# that is needed on Linux; the last line adds what another system needs besides.
+grep -E '^[^#]+==' constraints.txt | grep -vE '^(pip|setuptools|torch)==' | xargs -n 25 | while read -r pins; do
+    say 3 "libraries and tools: ${pins%% *} to ${pins##* }"
+    # shellcheck disable=SC2086  # one word a pin
+    pip_install --no-deps --no-build-isolation $pins </dev/null
+done
+say 3 "this package"
 pip_install -c constraints.txt --no-build-isolation -e '.[test]'
 
 say 4 "the embedded model"
