@@ -8,6 +8,9 @@ prompt format) is in :meth:`LoadedModel.describe`, which goes into every record.
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
+from transformers.utils import logging as transformers_logging
 
 from .embedded import EMBEDDED
 from .errors import InputError
@@ -291,17 +295,32 @@ def _load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def _load_weights(source: Source, dtype: torch.dtype, kernel: str, device_map: str | dict) -> PreTrainedModel:
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source.folder,
-        dtype=dtype,
-        attn_implementation=kernel,
-        device_map=device_map,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with _no_progress_bar():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=dtype,
+            attn_implementation=kernel,
+            device_map=device_map,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     # transformers fills what the files lack with random numbers and goes on
     wrong = [*info["missing_keys"], *info["mismatched_keys"]]
     if wrong:
         raise InputError(f"{source.name}: its weights do not fit its config (such as {wrong[0]}): {source.fix}")
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers writes a line a tensor, hundreds into a notebook or log, for what takes a second."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            with warnings.catch_warnings():  # huggingface_hub's, where the user's environment turns its own bars off
+                warnings.simplefilter("ignore")
+                transformers_logging.enable_progress_bar()

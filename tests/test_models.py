@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import constants, errors
 from tiny import LLAMA3_SYSTEM_TEMPLATE, QWEN2_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from cachecraft_lab import embedded, models, sources
 from cachecraft_lab.errors import InputError
@@ -221,6 +222,16 @@ def test_dtype_and_kernel(saved):
     assert (lm.dtype, lm.attn_implementation) == (torch.bfloat16, "eager")
     assert lm.describe()["dtype"] == "bfloat16"
     assert load_model(saved, dtype="float32", device_map="cpu").device.type == "cpu"
+
+
+def test_loading_writes_nothing_and_leaves_progress_bars_as_they_were(saved, capfd):
+    transformers_logging.enable_progress_bar()
+    try:
+        load_model(saved, **CPU)
+        assert transformers_logging.is_progress_bar_enabled()
+    finally:
+        transformers_logging.disable_progress_bar()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_hashes_follow_template_and_tokenizer_only(saved):
