@@ -3,7 +3,6 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported, so before everything else
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
