@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -125,14 +126,27 @@ def test_half_precision_is_summed_in_float32():
 # --- grouped-query attention: heads (0, 1) share KV head 0, heads (2, 3) share KV head 1 ----------------------------
 
 
-def with_attentions(layer: PrefillLayer, raised_head: int, key: int) -> PrefillLayer:
-    """The layer with uniform causal attention in which one query head looks at one key."""
-    n = layer.n_tokens
-    uniform = torch.ones(n, n).tril() / torch.arange(1, n + 1)[:, None]
-    attentions = uniform.repeat(4, 1, 1)
-    attentions[raised_head, key + 1 :] *= 0.1
-    attentions[raised_head, key + 1 :, key] += 0.9
-    return replace(layer, attentions=attentions)
+def looking_at(layer: PrefillLayer, head: int, key: int) -> PrefillLayer:
+    """The layer with keys and queries of which one query head looks at one key, and all others look evenly."""
+    n, module = layer.n_tokens, copy.deepcopy(layer.module)
+    module.q_proj.weight.zero_()
+    module.q_proj.weight[head * 16, 0] = 20.0
+    hidden = torch.zeros(n, 64)
+    hidden[:, 0] = 1.0
+    keys = torch.zeros(2, n, 16)
+    keys[:, key, 0] = 1.0
+    layer = replace(
+        layer,
+        module=module,
+        hidden_states=hidden,
+        keys=keys,
+        cos=torch.ones(n, 16),  # no rotation: the query is the same at every position
+        sin=torch.zeros(n, 16),
+        memo={},
+    )
+    scores = torch.einsum("hqd,hkd->hqk", layer.queries(), keys.repeat_interleave(2, dim=0)) / 4
+    future = torch.ones(n, n, dtype=torch.bool).triu(1)
+    return replace(layer, attentions=scores.masked_fill(future, float("-inf")).softmax(-1), memo={})
 
 
 @pytest.mark.parametrize(("head", "kv_head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
@@ -147,13 +161,15 @@ def test_group_reduce_follows_the_models_grouping(head, kv_head, how):
     assert kept[kv_head].tolist() == [6] and kept[1 - kv_head].tolist() == [0]
 
 
-@pytest.mark.parametrize(("head", "kv_head"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("head", "kv_head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
 @pytest.mark.parametrize(
-    "spec", ["observed_attention", {"name": "snapkv", "window_size": 3, "kernel_size": 1}], ids=["observed", "snapkv"]
+    "spec",
+    ["observed_attention", {"name": "snapkv", "window_size": 3, "kernel_size": 1}],
+    ids=lambda spec: spec if isinstance(spec, str) else spec["name"],
 )
 def test_only_the_kv_head_of_a_raised_query_head_keeps_the_key(tiny_llama, spec, head, kv_head):
     full = prefill(tiny_llama, ids(20))
-    full = replace(full, layers=tuple(with_attentions(layer, head, key=11) for layer in full.layers))
+    full = replace(full, layers=tuple(looking_at(layer, head, key=11) for layer in full.layers))
     kept = keep(make_policy(spec), full, [0.8])[0.8]  # 4 of 20
     for layer in kept:
         assert 11 in layer[kv_head].tolist() and 11 not in layer[1 - kv_head].tolist()
