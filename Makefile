@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 PROFILE ?= smoke
+RUN = runs/$(basename $(notdir $(PROFILE)))
 PY := .venv/bin/python
 LOCK := constraints.txt pyproject.toml requirements-embedded.txt scripts/setup.sh
 
@@ -39,7 +40,7 @@ $(STAMP):
 
 reproduce: $(STAMP)  ## run every notebook by papermill: PROFILE=smoke (default), embedded or paper
 	@.venv/bin/cachecraft notebooks --profile '$(PROFILE)'
-	@echo "executed notebooks: runs/$(PROFILE)/notebooks  figures: runs/$(PROFILE)/figures"
+	@echo "executed notebooks: $(RUN)/notebooks  figures: $(RUN)/figures"
 
 test: lint  ## lint, unit tests, then every notebook as committed
 	$(PY) -m pytest
