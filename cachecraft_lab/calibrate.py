@@ -22,11 +22,9 @@ import torch
 
 from .compress import full_kept
 from .decode import RaggedCache, _distinct, _lengths, decode, ragged_kernel
-from .features import group_reduce
 from .models import LoadedModel, load_model
-from .policies import FRC, Kept, Policy, keep, make_policy
-from .policies.frc import READINGS
-from .prefill import Prefill, PrefillLayer, prefill
+from .policies import FRC, Kept, Policy, keep_all, make_policy
+from .prefill import Prefill, prefill
 from .prompt import encode_prompt
 from .ruler import RulerSample, generate, score
 
@@ -82,36 +80,6 @@ def candidates(n: int, seed: int = SEED) -> list[FRC]:
     return drawn
 
 
-class SharedSignals:
-    """Attention received, computed once a (layer, reading, window, group) for all configurations of one prefill."""
-
-    def __init__(self) -> None:
-        self.memo: dict[tuple, torch.Tensor] = {}
-
-    def received(self, frc: FRC, layer: PrefillLayer) -> torch.Tensor:
-        key = (layer.index, frc.reading, frc.window, frc.group)
-        if key not in self.memo:
-            signal = READINGS[frc.reading](layer, frc.window)
-            for group in ("mean", "max"):
-                self.memo[layer.index, frc.reading, frc.window, group] = group_reduce(signal, layer.n_kv_heads, group)
-        return self.memo[key]
-
-    def keep(self, frc: FRC, full: Prefill, ratios: Sequence[float]) -> dict[float, Kept]:
-        return keep(_Memoised(frc, self), full, ratios)
-
-
-@dataclass(frozen=True)
-class _Memoised(Policy):
-    frc: FRC
-    shared: SharedSignals
-
-    def score(self, layer: PrefillLayer, ratio: float) -> torch.Tensor:
-        return self.frc.score_of(self.shared.received(self.frc, layer))
-
-    def select(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        return self.frc.select(scores, budget)
-
-
 @torch.no_grad()
 def forced_probability(full: Prefill, question_ids: torch.Tensor, answer: str, kept: Sequence[Kept]) -> list[float]:
     """Mean probability of the true answer's tokens, forced, for each row of ``kept``: one forward pass for all."""
@@ -144,15 +112,10 @@ def judge(lm: LoadedModel, policies: Sequence[Policy], samples: Sequence[RulerSa
     for sample, aware in itertools.product(samples, (False, True)):
         prompt = encode_prompt(lm, sample.context, sample.question, sample.answer_prefix, query_aware=aware)
         full = prefill(lm, prompt.context_ids)
-        shared = SharedSignals()
         labels, kept = [], []
-        for i, policy in enumerate(policies):
-            chosen = (
-                shared.keep(policy, full, stage.ratios) if isinstance(policy, FRC) else keep(policy, full, stage.ratios)
-            )
-            for ratio, indices in chosen.items():
-                labels.append((i, ratio))
-                kept.append(indices)
+        for i, found in enumerate(keep_all(policies, full, stage.ratios)):
+            labels += [(i, ratio) for ratio in found]
+            kept += found.values()
         if stage.greedy:
             answers = decode(full, prompt.question_ids, kept, min(sample.max_new_tokens, 24))
             texts = [lm.tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in answers]

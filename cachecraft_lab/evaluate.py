@@ -18,7 +18,7 @@ from .compress import full_kept, kept_bytes
 from .decode import DecodeStats, Generation, decode
 from .errors import InputError
 from .models import LoadedModel
-from .policies import Kept, Policy, keep, make_policy
+from .policies import Kept, Policy, keep_all, make_policy
 from .policies.base import check_context
 from .prefill import check_attentions, prefill
 from .prompt import Prompt, encode_prompt
@@ -163,9 +163,9 @@ def _evaluate_sample(
 
     started = time.perf_counter()
     kept: list[tuple[str, str, float, Kept]] = [(FULL, "{}", 0.0, full_kept(full))] if plan.full else []
-    for policy in plan.policies:
+    for policy, found in zip(plan.policies, keep_all(plan.policies, full, plan.ratios), strict=True):
         params = json.dumps(policy.params(), sort_keys=True)
-        kept += [(policy.name, params, ratio, k) for ratio, k in keep(policy, full, plan.ratios).items()]
+        kept += [(policy.name, params, ratio, indices) for ratio, indices in found.items()]
     scored = time.perf_counter()
 
     stats = DecodeStats()

@@ -13,25 +13,39 @@ from .errors import InputError
 from .prefill import PrefillLayer
 
 
+def attention_rows(layer: PrefillLayer, window: int) -> Tensor:
+    """Causal attention weights of the last ``window`` queries over all keys: no n x n matrix is formed.
+
+    Worked out once a layer for all policies that look through this window.
+
+    Returns:
+        ``[heads, window, n]``, rows sum to 1.
+    """
+    check_window(layer.n_tokens, window)
+    return layer.remember(("attention_rows", window), lambda: _attention_rows(layer, window))
+
+
+def _attention_rows(layer: PrefillLayer, window: int) -> Tensor:
+    n = layer.n_tokens
+    query = layer.queries(n - window).unflatten(0, (layer.n_kv_heads, layer.group_size))
+    # grouped heads side by side, so that no key is repeated; softmax in float32, as the model's own attention
+    weights = torch.einsum("kgqd,knd->kgqn", query, layer.keys) * layer.module.scaling
+    future = torch.ones(window, n, dtype=torch.bool, device=weights.device).triu(n - window + 1)
+    return weights.masked_fill_(future, float("-inf")).softmax(-1, dtype=torch.float32).flatten(0, 1)
+
+
 def window_attention(layer: PrefillLayer, window: int) -> Tensor:
     """Attention that each key receives from the last ``window`` queries, the observation window (SnapKV's reading).
 
-    Full causal softmax over all keys, averaged over the queries that can see the key; no other row of the n x n
-    matrix is formed.
+    Averaged over the queries that can see the key (fewer inside the window).
 
     Returns:
         ``[heads, n]``, in [0, 1].
     """
     n = layer.n_tokens
-    check_window(n, window)
-    start = n - window
-    weights = _scores(layer, layer.queries(start), layer.keys)  # [kv_heads, group, window, n]
-    # query i (row) sees keys up to its own position start + i
-    future = torch.ones(window, n, dtype=torch.bool, device=weights.device).triu(start + 1)
-    weights = weights.masked_fill_(future, float("-inf")).softmax(-1)
-    seen_by = torch.full((n,), float(window), device=weights.device)
-    seen_by[start:] = torch.arange(window, 0, -1, device=weights.device)
-    return (weights.sum(dim=2) / seen_by).flatten(0, 1)
+    received = attention_rows(layer, window).sum(dim=1)
+    seen_by = torch.arange(n, 0, -1, device=received.device).clamp(max=window)
+    return received / seen_by
 
 
 def local_attention(layer: PrefillLayer, window: int) -> Tensor:
@@ -128,9 +142,3 @@ def check_window(n_tokens: int, window: int) -> None:
             f"a context of {n_tokens} tokens is not longer than the observation window of {window}: "
             "use a longer context or a smaller window"
         )
-
-
-def _scores(layer: PrefillLayer, query: Tensor, key: Tensor) -> Tensor:
-    """Scaled q.k of grouped heads without repeating keys: ``[kv_heads, group, queries, keys]`` in float32."""
-    query = query.unflatten(0, (layer.n_kv_heads, layer.group_size)).float()
-    return torch.einsum("kgqd,knd->kgqn", query, key.float()) * layer.module.scaling

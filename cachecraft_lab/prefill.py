@@ -8,7 +8,8 @@ signals are computed from it later (``features.py``), and nothing downstream wri
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from kvpress.utils import get_prerope_query_states
@@ -34,6 +35,7 @@ class PrefillLayer:
         hidden_states: ``[n, hidden]``, the layer's attention input; None unless captured.
         attentions: ``[heads, n, n]``, causal attention weights; None unless captured (eager kernel only).
         rotary_emb: the model's rotary module, for scorers that look at future positions.
+        memo: signals that several policies share, kept while a layer is scored (see :meth:`remember`).
     """
 
     index: int
@@ -45,6 +47,13 @@ class PrefillLayer:
     hidden_states: Tensor | None
     attentions: Tensor | None
     rotary_emb: nn.Module
+    memo: dict = field(default_factory=dict, repr=False)
+
+    def remember(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """``compute()``, once a key: what one policy worked out serves the next. Dropped by ``memo.clear()``."""
+        if key not in self.memo:
+            self.memo[key] = compute()
+        return self.memo[key]
 
     @property
     def n_tokens(self) -> int:

@@ -33,37 +33,24 @@ def check_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def token_topk(scores: Tensor, budget: int) -> Tensor:
-    """The ``budget`` best tokens of each head.
+def token_order(scores: Tensor) -> Tensor:
+    """Positions by falling score, ties by position: int64 ``[kv_heads, n]``. NaN is refused, infinities are not."""
+    _check(scores)
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def chunk_order(scores: Tensor, chunk_length: int, *, n_sink: int = 0, n_recent: int = 0) -> Tensor:
+    """Positions chunk by chunk, best mean score first, and by score within a chunk (cf. ChunkKV, arXiv:2502.00299).
+
+    Chunks are ``chunk_length`` tokens from position 0 on; the last may be shorter and is judged by the mean of what it
+    has. Each head ranks its own chunks (give equal rows for a shared choice).
 
     Args:
-        scores: ``[kv_heads, n]``; higher is kept. Infinities are allowed, NaN is refused.
-        budget: tokens to keep, ``1 <= budget <= n``.
-
-    Returns:
-        int64 ``[kv_heads, budget]``, sorted by position.
+        scores: ``[kv_heads, n]``; higher is kept.
+        chunk_length: tokens a chunk; 1 is :func:`token_order`.
+        n_sink, n_recent: first and last tokens that come before any chunk.
     """
-    _check(scores, budget)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, :budget].sort(dim=-1).values
-
-
-def chunk_topk(scores: Tensor, budget: int, chunk_length: int, *, n_sink: int = 0, n_recent: int = 0) -> Tensor:
-    """Whole chunks by their mean score, the last one cut so that the budget is exact (cf. ChunkKV, arXiv:2502.00299).
-
-    Chunks are ``chunk_length`` tokens from position 0 on; the last may be shorter and is judged by the mean of
-    what it has. Of the chunk that no longer fits whole, its best tokens are kept.
-
-    Args:
-        scores: ``[kv_heads, n]``; each head ranks its own chunks (give equal rows for a shared choice).
-        budget: tokens to keep, ``1 <= budget <= n``.
-        chunk_length: tokens a chunk; 1 is token top-k.
-        n_sink, n_recent: first and last tokens that are kept before any chunk.
-
-    Returns:
-        int64 ``[kv_heads, budget]``, sorted by position.
-    """
-    _check(scores, budget)
+    _check(scores)
     if chunk_length < 1:
         raise InputError(f"chunk_length must be >= 1, got {chunk_length}")
     n_tokens = scores.shape[-1]
@@ -77,8 +64,24 @@ def chunk_topk(scores: Tensor, budget: int, chunk_length: int, *, n_sink: int = 
         key[:, -n_recent:] = -1
     # lexicographic by two stable sorts: by score first, then by the rank of the chunk a token is in
     by_score = scores.sort(dim=-1, descending=True, stable=True).indices
-    order = by_score.gather(1, key.gather(1, by_score).sort(dim=-1, stable=True).indices)
+    return by_score.gather(1, key.gather(1, by_score).sort(dim=-1, stable=True).indices)
+
+
+def first(order: Tensor, budget: int) -> Tensor:
+    """The first ``budget`` positions of an order, sorted: int64 ``[kv_heads, budget]``."""
+    if not 1 <= budget <= order.shape[-1]:
+        raise InputError(f"budget {budget} is outside 1..{order.shape[-1]}, the tokens that there are")
     return order[:, :budget].sort(dim=-1).values
+
+
+def token_topk(scores: Tensor, budget: int) -> Tensor:
+    """The ``budget`` best tokens of each head of ``scores [kv_heads, n]``: int64 ``[kv_heads, budget]``, sorted."""
+    return first(token_order(scores), budget)
+
+
+def chunk_topk(scores: Tensor, budget: int, chunk_length: int, *, n_sink: int = 0, n_recent: int = 0) -> Tensor:
+    """Whole chunks by their mean score; of the one that no longer fits its best tokens: the budget is exact."""
+    return first(chunk_order(scores, chunk_length, n_sink=n_sink, n_recent=n_recent), budget)
 
 
 def check_kept(kept: Tensor, n_kv_heads: int, n_tokens: int, budget: int, *, who: str = "policy") -> Tensor:
@@ -95,11 +98,9 @@ def check_kept(kept: Tensor, n_kv_heads: int, n_tokens: int, budget: int, *, who
     return kept
 
 
-def _check(scores: Tensor, budget: int) -> None:
+def _check(scores: Tensor) -> None:
     if scores.ndim != 2 or not scores.is_floating_point():
         raise InputError(f"scores must be floating point [kv_heads, n], got {scores.dtype} {list(scores.shape)}")
-    if not 1 <= budget <= scores.shape[-1]:
-        raise InputError(f"budget {budget} is outside 1..{scores.shape[-1]}, the tokens that there are")
     if bool(scores.isnan().any()):
         raise InputError(
             f"scores hold {int(scores.isnan().sum())} NaN of {scores.numel()}: a policy must rank every token"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..prefill import Prefill, PrefillLayer
-from ..select import check_kept, kept_count, token_topk
+from ..select import check_kept, first, kept_count, token_order
 
 Kept = tuple[Tensor, ...]
 """Kept indices of a whole model: a layer an entry, int64 ``[kv_heads, kept]``, sorted and unique."""
@@ -49,9 +49,13 @@ class Policy:
         """Scores ``[kv_heads, n]`` of one layer's KV pairs, floating point without NaN; higher is kept."""
         raise NotImplementedError
 
+    def rank(self, scores: Tensor) -> Tensor:
+        """Positions ``[kv_heads, n]`` in the order in which they are kept: a budget takes a prefix. By score."""
+        return token_order(scores)
+
     def select(self, scores: Tensor, budget: int) -> Tensor:
-        """Kept indices ``[kv_heads, budget]``; token top-k unless a policy says otherwise."""
-        return token_topk(scores, budget)
+        """Kept indices ``[kv_heads, budget]``; override it only where a larger budget does not keep a superset."""
+        return first(self.rank(scores), budget)
 
     def layer_budgets(self, prefill: Prefill, ratio: float) -> list[int]:
         """KV pairs a head keeps in each layer; the same in all unless a policy says otherwise. The sum is fixed."""
@@ -63,42 +67,61 @@ class Policy:
 
 
 def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[float, Kept]:
-    """Kept indices of one policy at every ratio, over one prefill. Each layer is scored once where it can be.
+    """Kept indices of one policy at every ratio, over one prefill; see :func:`keep_all`."""
+    return keep_all([policy], prefill, ratios)[0]
+
+
+def keep_all(policies: Sequence[Policy], prefill: Prefill, ratios: Iterable[float]) -> list[dict[float, Kept]]:
+    """Kept indices of every policy at every ratio, over one prefill.
+
+    Layer by layer, so that what policies share of a layer is worked out once and then dropped.
 
     Raises:
-        InputError: too short a context; or the policy broke its contract (shape, dtype, order, range, budget, NaN,
+        InputError: too short a context; or a policy broke its contract (shape, dtype, order, range, budget, NaN,
             a tensor changed in place), with what was expected and got.
     """
-    check_context(policy, prefill.n_tokens, "this prefill")
     ratios = list(ratios)
-    budgets = {ratio: check_budgets(policy, prefill, ratio) for ratio in ratios}
+    budgets = []
+    for policy in policies:
+        check_context(policy, prefill.n_tokens, "this prefill")
+        budgets.append({ratio: check_budgets(policy, prefill, ratio) for ratio in ratios})
+    kept: list[dict[float, list[Tensor]]] = [{ratio: [] for ratio in ratios} for _ in policies]
     with torch.no_grad():
-        layers = [
-            keep_layer(policy, layer, ratios, {ratio: budgets[ratio][layer.index] for ratio in ratios})
-            for layer in prefill.layers
-        ]
-    return {ratio: tuple(layer[ratio] for layer in layers) for ratio in ratios}
+        for layer in prefill.layers:
+            for i, policy in enumerate(policies):
+                here = {ratio: budgets[i][ratio][layer.index] for ratio in ratios}
+                for ratio, indices in keep_layer(policy, layer, here).items():
+                    kept[i][ratio].append(indices)
+            layer.memo.clear()
+    return [{ratio: tuple(layers) for ratio, layers in found.items()} for found in kept]
 
 
-def keep_layer(
-    policy: Policy, layer: PrefillLayer, ratios: Iterable[float], budgets: dict[float, int] | None = None
-) -> dict[float, Tensor]:
-    """Kept indices of one layer at every ratio; ``budgets`` default to the same count in all layers."""
+def keep_layer(policy: Policy, layer: PrefillLayer, budgets: dict[float, int]) -> dict[float, Tensor]:
+    """Kept indices ``[kv_heads, budget]`` of one layer at each ratio; scored once unless the ratio is in the score."""
     kept: dict[float, Tensor] = {}
-    scores = None
-    for ratio in ratios:
+    scores = order = None
+    for ratio, budget in budgets.items():
         if scores is None or policy.ratio_in_score:
-            before = _versions(layer)
-            scores = check_scores(policy, policy.score(layer, ratio), layer)
-            if _versions(layer) != before:
-                raise InputError(
-                    f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as "
-                    "others read them; got one changed in place: clone it first"
-                )
-        budget = budgets[ratio] if budgets else kept_count(layer.n_tokens, ratio)
+            scores, order = _checked_scores(policy, layer, ratio), None
+        if type(policy).select is Policy.select:
+            order = policy.rank(scores) if order is None else order
+            kept[ratio] = first(order, budget)
+        else:
+            kept[ratio] = policy.select(scores, budget)
         who = f"policy {policy.name}, layer {layer.index}, r={ratio}"
-        kept[ratio] = check_kept(policy.select(scores, budget), layer.n_kv_heads, layer.n_tokens, budget, who=who)
+        check_kept(kept[ratio], layer.n_kv_heads, layer.n_tokens, budget, who=who)
     return kept
+
+
+def _checked_scores(policy: Policy, layer: PrefillLayer, ratio: float) -> Tensor:
+    before = _versions(layer)
+    scores = check_scores(policy, policy.score(layer, ratio), layer)
+    if _versions(layer) != before:
+        raise InputError(
+            f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as others read "
+            "them; got one changed in place: clone it first"
+        )
+    return scores
 
 
 def check_context(policy: Policy, n_tokens: int, what: str) -> None:

@@ -21,7 +21,7 @@ from ..features import (
     window_attention,
 )
 from ..prefill import PrefillLayer
-from ..select import chunk_topk
+from ..select import chunk_order
 from .base import Policy, register_policy
 
 READINGS = {"window": window_attention, "local": local_attention}
@@ -68,7 +68,10 @@ class FRC(Policy):
 
     def received(self, layer: PrefillLayer) -> Tensor:
         """Local attention received, joined over the query heads of a KV head: ``[kv_heads, n]``, in [0, 1]."""
-        return group_reduce(READINGS[self.reading](layer, self.window), layer.n_kv_heads, self.group)
+        return layer.remember(
+            (self.reading, self.window, self.group),
+            lambda: group_reduce(READINGS[self.reading](layer, self.window), layer.n_kv_heads, self.group),
+        )
 
     def signals(self, received: Tensor) -> dict[str, Tensor]:
         """The three signals of attention received, on their common scale, each ``[kv_heads, n]`` float32."""
@@ -91,5 +94,5 @@ class FRC(Policy):
     def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
         return self.score_of(self.received(layer))
 
-    def select(self, scores: Tensor, budget: int) -> Tensor:
-        return chunk_topk(scores, budget, self.chunk_length, n_sink=self.n_sink, n_recent=self.n_recent)
+    def rank(self, scores: Tensor) -> Tensor:
+        return chunk_order(scores, self.chunk_length, n_sink=self.n_sink, n_recent=self.n_recent)

@@ -18,27 +18,31 @@ from kvpress.presses.scorer_press import ScorerPress
 from torch import Tensor
 
 from ..errors import InputError
+from ..features import attention_rows
 from ..prefill import Prefill, PrefillLayer
-from ..select import chunk_topk, kept_count
+from ..select import chunk_order, kept_count
 from .base import Policy, check_context, keep_layer, make_policy, register_policy
 
 HIDDEN = frozenset({"hidden_states"})
 
 
-def press_score(press: ScorerPress, layer: PrefillLayer) -> Tensor:
-    """``press.score`` on a captured layer, batch axis added and dropped: ``[kv_heads, n]``."""
+def press_score(press: ScorerPress, layer: PrefillLayer, attentions: Tensor | None = None) -> Tensor:
+    """``press.score`` on a captured layer, batch axis added and dropped: ``[kv_heads, n]``.
+
+    ``attentions`` are rows of the attention matrix ``[heads, rows, n]`` for a press that looks at the last ones.
+    """
     if not hasattr(layer.module, "rotary_emb"):  # kvpress attaches it too; expected attention reads it
         layer.module.rotary_emb = layer.rotary_emb
     hidden = layer.hidden_states
     if hidden is None:  # a press that never reads it still gets the right length
         hidden = layer.keys.new_empty(layer.n_tokens, 0)
-    attentions = None if layer.attentions is None else layer.attentions[None]
+    attentions = layer.attentions if attentions is None else attentions.to(layer.keys.dtype)
     return press.score(
         layer.module,
         hidden[None],
         layer.keys[None],
         layer.values[None],
-        attentions,
+        None if attentions is None else attentions[None],
         {"position_embeddings": (layer.cos[None], layer.sin[None])},
     )[0]
 
@@ -118,6 +122,10 @@ class SnapKV(PressPolicy):
     def press(self, ratio: float) -> ScorerPress:
         return kvpress.SnapKVPress(ratio, window_size=self.window_size, kernel_size=self.kernel_size)
 
+    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
+        # the press takes attention rows if there are any: so the window's are formed once for all of its family
+        return press_score(self.press(ratio), layer, attention_rows(layer, self.window_size))
+
 
 @register_policy("tova")
 @dataclass(frozen=True)
@@ -134,6 +142,9 @@ class TOVA(PressPolicy):
 
     def press(self, ratio: float) -> ScorerPress:
         return kvpress.TOVAPress(ratio)
+
+    def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
+        return press_score(self.press(ratio), layer, attention_rows(layer, 1))
 
 
 @register_policy("keydiff")
@@ -160,6 +171,21 @@ class LagKV(PressPolicy):
 
     def press(self, ratio: float) -> ScorerPress:
         return kvpress.LagKVPress(ratio, n_sink=self.n_sink, lag_size=self.lag_size)
+
+
+class _ExpectedAttention(kvpress.ExpectedAttentionPress):
+    """kvpress's score, with the average rotation formed as the diagonal bands that it is: the library builds a
+    ``[positions, head_dim, head_dim]`` tensor for it in every layer, which costs half a prefill at 512 tokens."""
+
+    def apply_avg_rope(self, module, mu, cov, q_len):  # kvpress's signature
+        positions = torch.arange(q_len, q_len + self.n_future_positions, device=mu.device)[None]
+        cos, sin = (table[0].mean(dim=0) for table in module.rotary_emb(mu, positions))
+        half = module.head_dim // 2
+        rotation = torch.diag(cos)
+        rotation[:half, half:] -= torch.diag(sin[half:])
+        rotation[half:, :half] += torch.diag(sin[:half])
+        mu = mu @ rotation.T
+        return mu, None if cov is None else rotation @ cov @ rotation.T
 
 
 @register_policy("expected_attention")
@@ -240,8 +266,8 @@ class ChunkKV(SnapKV):
         scores = super().score(layer, ratio)
         return scores.sum(dim=0, keepdim=True).expand_as(scores)
 
-    def select(self, scores: Tensor, budget: int) -> Tensor:
-        return chunk_topk(scores, budget, self.chunk_length)
+    def rank(self, scores: Tensor) -> Tensor:
+        return chunk_order(scores, self.chunk_length)
 
 
 _REFUSED = {
@@ -361,7 +387,8 @@ class PolicyPress(kvpress.presses.base_press.BasePress):
             attentions=None if attentions is None else attentions[0],
             rotary_emb=module.rotary_emb,
         )
-        kept = keep_layer(self.policy, layer, [self.compression_ratio])[self.compression_ratio]
+        budget = kept_count(layer.n_tokens, self.compression_ratio)
+        kept = keep_layer(self.policy, layer, {self.compression_ratio: budget})[self.compression_ratio]
         index = kept[None, ..., None].expand(-1, -1, -1, keys.shape[-1])
         return keys.gather(2, index), values.gather(2, index)
 
