@@ -64,12 +64,12 @@ class Niah:
 KINDS = {"words": word_keys, "numbers": numbers, "uuids": uuids}
 NOUN = {"numbers": "number", "uuids": "UUID"}
 
-NIAH_INTRO = "Special magic {noun}s are hidden in the text below. Remember them: you will be asked about them."
-NIAH_NEEDLE = "The special magic {noun} for {key} is: {value}."
-NIAH_ASK_ONE = "Which special magic {noun} does the text give for {keys}?"
-NIAH_ASK_MANY = "Which special magic {noun}s does the text give for {keys}? List all {n}."
-NIAH_PREFIX_ONE = "The special magic {noun} that the text gives for {keys} is:"
-NIAH_PREFIX_MANY = "The {n} special magic {noun}s that the text gives for {keys} are:"
+NIAH_INTRO = "The text below hides access {noun}s. Remember them, you will be asked about them."
+NIAH_NEEDLE = "The access {noun} for {key} is {value}."
+NIAH_ASK_ONE = "What is the access {noun} for {keys}?"
+NIAH_ASK_MANY = "What are the access {noun}s for {keys}?"
+NIAH_PREFIX_ONE = "The access {noun} for {keys} is"
+NIAH_PREFIX_MANY = "The access {noun}s for {keys} are"
 
 
 def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
@@ -78,12 +78,8 @@ def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
     n_hay = n_tokens // 8 if spec.haystack == "needles" else 0  # more than fit: a needle takes over 8 tokens
     keys = KINDS[spec.key](rng, spec.n_keys + n_hay)
     values = KINDS[spec.value](rng, spec.n_keys * spec.n_values + n_hay)
-    sentences = [
-        NIAH_NEEDLE.format(noun=noun, key=key, value=value)
-        for key, value in zip(
-            [k for k in keys[: spec.n_keys] for _ in range(spec.n_values)] + keys[spec.n_keys :], values, strict=True
-        )
-    ]
+    owners = [key for key in keys[: spec.n_keys] for _ in range(spec.n_values)] + keys[spec.n_keys :]
+    sentences = [NIAH_NEEDLE.format(noun=noun, key=k, value=v) for k, v in zip(owners, values, strict=True)]
     n_needles = spec.n_keys * spec.n_values
     needles, hay = sentences[:n_needles], sentences[n_needles:]
     asked = keys[: spec.n_asked]
@@ -100,7 +96,7 @@ def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
             body = scatter(needles, whole, seed) + filler
         return f"{NIAH_INTRO.format(noun=noun)}\n{' '.join(body)}\n"
 
-    wording = {"noun": noun, "keys": _listed(asked), "n": len(answers)}
+    wording = {"noun": noun, "keys": _listed(asked)}
     one = len(answers) == 1
     return Plan(
         question=(NIAH_ASK_ONE if one else NIAH_ASK_MANY).format(**wording),
