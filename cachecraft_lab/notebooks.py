@@ -82,6 +82,7 @@ def run_notebook(path: str | Path, output: str | Path, parameters: Mapping[str, 
                 stdout_file=sys.stderr,
                 stderr_file=sys.stderr,
                 cwd=path.parent,
+                extra_arguments=["--IPKernelApp.log_level=ERROR"],  # it warns of loopback TCP at every start
             )
     except BaseException as error:
         if part.exists():

@@ -1,5 +1,6 @@
 """Parameters that reach nothing are refused before a kernel starts; outputs appear only when whole."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,10 @@ def test_nbval_ignores_stderr_and_catches_a_changed_score(tmp_path):
         notebook.cells[1].outputs = [nbformat.v4.new_output("stream", name="stdout", text=recorded)]
         nbformat.write(notebook, path)
     nbval = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-current-env"]
-    run = subprocess.run(nbval, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    env = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
+    run = subprocess.run(
+        nbval, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     assert "FAILED moved.ipynb" in run.stdout
 
