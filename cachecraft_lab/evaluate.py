@@ -123,6 +123,8 @@ def check_plan(
     """Everything that can be wrong with an evaluation, found before the model runs."""
     if not samples:
         raise InputError("samples is empty: give at least one RulerSample")
+    if len({sample.id for sample in samples}) != len(samples):
+        raise InputError("sample ids repeat: records are told apart by them, give each sample its own")
     if not policies:
         raise InputError("policies is empty: name at least one, or 'full'")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -131,6 +133,8 @@ def check_plan(
     for i, policy in enumerate(made):
         if any(policy.name == other.name and policy.params() == other.params() for other in made[:i]):
             raise InputError(f"policy {policy.name!r} is named twice with the same parameters")
+    if len(policies) - len(made) > 1:
+        raise InputError(f"policy {FULL!r} is named twice")
     if made and not ratios:
         raise InputError("ratios is empty: give at least one compression ratio in [0, 1)")
     ratios = [check_ratio(ratio) for ratio in ratios]
@@ -226,13 +230,12 @@ def _kept_columns(full: Any, indices: Kept) -> dict[str, Any]:
 
 def _answer_columns(lm: LoadedModel, sample: RulerSample, answer: Generation) -> dict[str, Any]:
     prediction = lm.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    text, unfinished_thought = visible_text(prediction)
-    notes = list(flags(text, sample.answers)) + (["unfinished-thought"] if unfinished_thought else [])
+    text, _ = visible_text(prediction)
     return {
         "prediction": prediction,
         "answers": json.dumps(list(sample.answers)),
         "score": score(sample.task, text, sample.answers),
         "new_tokens": len(answer.token_ids),
         "finish_reason": answer.finish_reason,
-        "flags": ",".join(notes),
+        "flags": ",".join(flags(prediction, sample.answers)),
     }
