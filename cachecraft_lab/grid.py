@@ -78,12 +78,19 @@ class GridConfig:
                 value = (value,)
             if not tuple(value):
                 raise InputError(f"{name} is empty: give at least one")
+            if len({repr(entry) for entry in value}) != len(tuple(value)):
+                raise InputError(f"{name} repeat: {list(value)}")
             object.__setattr__(self, name, tuple(value))
         for name in ("n_samples", "memory_budget"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if not _is_count(getattr(self, name)):
                 raise InputError(f"{name} must be a whole number >= 1, got {getattr(self, name)!r}")
+        for name in ("max_new_tokens", "chunk_size"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise InputError(f"{name} must be a whole number >= 1 or None, got {getattr(self, name)!r}")
+        if not isinstance(self.seed, int):
+            raise InputError(f"seed must be a whole number, got {self.seed!r}")
         for length in self.lengths:
-            if not isinstance(length, int) or length < 1:
+            if not _is_count(length):
                 raise InputError(f"length {length!r} is not a whole number of tokens >= 1")
         for task in self.tasks:
             _known("task", task, TASKS)
@@ -266,6 +273,10 @@ def _run_shard(
     meta = {"run": key, "seconds": time.perf_counter() - started, "counts": dataclasses.asdict(counts)}
     store.write_records(path, records, meta)
     return meta
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _known(kind: str, name: Any, known: Any) -> None:
