@@ -93,7 +93,7 @@ class GridConfig:
             if not _is_count(length):
                 raise InputError(f"length {length!r} is not a whole number of tokens >= 1")
         for task in self.tasks:
-            _known("task", task, TASKS)
+            _known("task", task, (*TASKS, "qa_1", "qa_2"))  # of these two only the hub has RULER's own data
         for ratio in self.ratios:
             check_ratio(ratio)
         for aware in self.query_aware:
