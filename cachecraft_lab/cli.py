@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .errors import InputError
+from .errors import InputError, NotebookError
 
 app = typer.Typer(
     help="Check, explore and extend KV cache eviction policies (CacheCraft, arXiv:2608.14555).",
@@ -103,9 +103,12 @@ def _stoppable() -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point: bad input is one line on stderr and exit code 2."""
+    """Entry point: bad input is one line on stderr and exit code 2, a failed notebook one line and 1."""
     try:
         app()
     except InputError as error:
         typer.echo(f"cachecraft: {error}", err=True)
         sys.exit(2)
+    except NotebookError as error:
+        typer.echo(f"cachecraft: {error}", err=True)
+        sys.exit(1)

@@ -30,7 +30,6 @@ from .ruler import TASKS, RulerSample, generate, load_hub
 from .select import check_ratio
 
 PROFILES = store.ROOT / "data" / "profiles"
-DATA_SOURCES = ("generated", "hub")
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,9 @@ class GridConfig:
         ratios: compression ratios, the fraction of KV pairs removed.
         policies: names or ``{"name": ..., parameter: value}``; ``full`` is the uncompressed cache.
         query_aware: settings to run: False compresses the context and then asks, True the question too.
-        seed: of the generator, or of the subset of the hub's rows.
-        data: ``generated``, or ``hub`` for ``simonjegou/ruler`` (config = length).
+        seed: of the generator.
+        data: ``generated``, ``hub`` for ``simonjegou/ruler`` (config = length), or a folder of parquet in its layout.
+        data_revision: commit of the hub's data set; None takes the newest (its digits stand in every sample id).
         max_new_tokens: cap on a task's own limit; None for none.
         dtype, device, attn_implementation, device_map: given to ``load_model``.
         chunk_size: tokens a prefill call; None takes the context whole.
@@ -62,6 +62,7 @@ class GridConfig:
     query_aware: tuple[bool, ...] = (False,)
     seed: int = 0
     data: str = "generated"
+    data_revision: str | None = None
     max_new_tokens: int | None = None
     dtype: str | None = None
     device: str | None = None
@@ -99,7 +100,8 @@ class GridConfig:
         for aware in self.query_aware:
             if aware not in (True, False):
                 raise InputError(f"query_aware takes true, false or a list of both, got {aware!r}")
-        _known("data", self.data, DATA_SOURCES)
+        if self.data not in ("generated", "hub") and not Path(self.data).exists():
+            raise InputError(f"data {self.data!r} is neither 'generated' nor 'hub' nor a folder or file that exists")
         for spec in self.policies:
             if spec != FULL:
                 make_policy(spec)
@@ -184,11 +186,11 @@ def shards(config: GridConfig) -> Iterator[tuple[int, bool, str]]:
 
 
 def samples_of(config: GridConfig, lm: LoadedModel, length: int, task: str) -> list[RulerSample]:
-    """The samples of a shard: generated, or the hub's rows of config ``length``."""
+    """The samples of a shard: generated, or the first rows of config ``length`` of the data set."""
     if config.data == "generated":
         return generate(task, length, lm.tokenizer, n_samples=config.n_samples, seed=config.seed)
-    rows = load_hub(str(length), tasks=[task], seed=config.seed)
-    return rows[: config.n_samples]
+    path = None if config.data == "hub" else config.data
+    return load_hub(length, tasks=[task], revision=config.data_revision, path=path)[: config.n_samples]
 
 
 def config_digest(config: GridConfig, lm: LoadedModel) -> tuple[dict[str, Any], str]:

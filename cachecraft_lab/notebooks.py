@@ -23,14 +23,10 @@ import papermill
 from IPython.core.inputtransformer2 import TransformerManager
 from papermill.exceptions import PapermillExecutionError
 
-from cachecraft_lab.errors import InputError
+from .errors import InputError, NotebookError
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 TAG = "parameters"
-
-
-class NotebookError(RuntimeError):
-    """A notebook's cell failed. The message is one line: notebook, cell, error, and the part that ran."""
 
 
 def declared_parameters(path: str | Path) -> dict[str, bool]:

@@ -12,7 +12,7 @@ import yaml
 from cachecraft_lab import calibrate, cli
 from cachecraft_lab.grid import PROFILES, GridConfig
 from cachecraft_lab.policies import policy_names
-from cachecraft_lab.ruler import TASKS
+from cachecraft_lab.ruler import TASKS, resolve_task
 
 
 def run(capsys, monkeypatch, *arguments: str) -> tuple[int, str, str]:
@@ -66,4 +66,4 @@ def test_the_paper_profile_is_the_papers_grid():
     assert config.models == ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B")
     assert config.lengths == (4096, 8192) and config.ratios == (0.25, 0.5, 0.75, 0.88, 0.95)
     assert config.data == "hub" and len(config.tasks) == 13
-    assert set(config.tasks) == set(TASKS)
+    assert {resolve_task(task) for task in config.tasks} == set(TASKS)

@@ -117,9 +117,7 @@ def test_nbval_ignores_stderr_and_catches_a_changed_score(tmp_path):
         nbformat.write(notebook, path)
     nbval = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-current-env"]
     env = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
-    run = subprocess.run(
-        nbval, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run(nbval, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     assert "FAILED moved.ipynb" in run.stdout
 
