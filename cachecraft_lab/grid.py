@@ -100,7 +100,7 @@ class GridConfig:
         for aware in self.query_aware:
             if aware not in (True, False):
                 raise InputError(f"query_aware takes true, false or a list of both, got {aware!r}")
-        if self.data not in ("generated", "hub") and not Path(self.data).exists():
+        if self.data not in ("generated", "hub") and not Path(str(self.data)).exists():
             raise InputError(f"data {self.data!r} is neither 'generated' nor 'hub' nor a folder or file that exists")
         for spec in self.policies:
             if spec != FULL:
@@ -193,8 +193,10 @@ def samples_of(config: GridConfig, lm: LoadedModel, length: int, task: str) -> l
     return load_hub(length, tasks=[task], revision=config.data_revision, path=path)[: config.n_samples]
 
 
-def config_digest(config: GridConfig, lm: LoadedModel) -> tuple[dict[str, Any], str]:
-    """All that shapes one model's records, and its digest."""
+def config_digest(
+    config: GridConfig, lm: LoadedModel, samples: dict[tuple[int, str], list[RulerSample]]
+) -> tuple[dict[str, Any], str]:
+    """All that shapes one model's records, the samples' own text included, and its digest."""
     settings = dataclasses.asdict(config)
     for name in ("profile", "models", "memory_budget", "device_map"):  # these change no record
         settings.pop(name)
@@ -202,19 +204,23 @@ def config_digest(config: GridConfig, lm: LoadedModel) -> tuple[dict[str, Any], 
         spec if spec == FULL else {"name": make_policy(spec).name, **make_policy(spec).params()}
         for spec in config.policies
     ]
-    settings |= {"model": lm.describe(), "source": store.source_digest()}
+    made = [dataclasses.asdict(sample) for rows in samples.values() for sample in rows]
+    settings |= {"model": lm.describe(), "source": store.source_digest(), "samples": store.digest(made)}
     return settings, store.digest(settings)
 
 
 def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path, dict[str, Any]]:
-    settings, key = config_digest(config, lm)
+    samples = {
+        (length, task): samples_of(config, lm, length, task) for length in config.lengths for task in config.tasks
+    }
+    settings, key = config_digest(config, lm, samples)
     folder = out_dir / "grid" / f"{lm.name.strip('/').replace('/', '--')}-{key}"
     plan = list(shards(config))
     # every shard's prompts are made and checked before the first runs: a bad one must not show up hours later
     for length, aware, task in plan:
         check_plan(
             lm,
-            samples_of(config, lm, length, task),
+            samples[length, task],
             config.policies,
             config.ratios,
             query_aware=aware,
@@ -229,7 +235,7 @@ def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path
         if meta is None:
             if path.exists():
                 store.set_aside(path)
-            meta = _run_shard(config, lm, key, length, aware, task, path, bar)
+            meta = _run_shard(config, lm, key, length, aware, samples[length, task], path, bar)
             word = "done"
         else:
             bar.update(config.n_samples)
@@ -253,12 +259,19 @@ def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path
 
 
 def _run_shard(
-    config: GridConfig, lm: LoadedModel, key: str, length: int, aware: bool, task: str, path: Path, bar: tqdm
+    config: GridConfig,
+    lm: LoadedModel,
+    key: str,
+    length: int,
+    aware: bool,
+    samples: list[RulerSample],
+    path: Path,
+    bar: tqdm,
 ) -> dict[str, Any]:
     counts, started = Counts(), time.perf_counter()
     records = evaluate(
         lm,
-        samples_of(config, lm, length, task),
+        samples,
         config.policies,
         config.ratios,
         query_aware=aware,
