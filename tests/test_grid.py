@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +20,7 @@ from cachecraft_lab import grid, store
 from cachecraft_lab.errors import InputError
 from cachecraft_lab.grid import GridConfig, run_grid
 from cachecraft_lab.policies import FRC
+from cachecraft_lab.ruler import generate
 from cachecraft_lab.stats import margins, summarise
 
 CONFIG = GridConfig(
@@ -94,7 +95,7 @@ def never(*args, **kwargs):
         ({"tasks": ("niah_singel_1",)}, "task 'niah_singel_1' is unknown: did you mean 'niah_single_1'"),
         ({"policies": ("full", "snapvk")}, "did you mean 'snapkv'"),
         ({"policies": ({"name": "snapkv", "windw": 3},)}, "'windw'"),
-        ({"data": "hubb"}, "data 'hubb' is unknown: did you mean 'hub'"),
+        ({"data": "hubb"}, "data 'hubb' is neither 'generated' nor 'hub'"),
         ({"ratios": (0.5, 1.0)}, "1.0 is outside"),
         ({"ratios": ("0.5",)}, "'0.5' is outside"),
         ({"lengths": (0,)}, "length 0"),
@@ -311,8 +312,8 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch):
 # --- what makes another run -------------------------------------------------------------------------------------------
 
 
-def key_of(config: GridConfig, lm=None) -> str:
-    return grid.config_digest(config, lm or load("tiny"))[1]
+def key_of(config: GridConfig, lm=None, samples=()) -> str:
+    return grid.config_digest(config, lm or load("tiny"), dict(samples))[1]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +359,29 @@ def test_another_model_template_or_code_is_another_folder(monkeypatch):
     assert key_of(CONFIG) != before
 
 
+def test_other_data_under_the_same_path_is_another_folder(tmp_path, monkeypatch):
+    """A data set that is read may change where it lies; its records must not mix with those of before."""
+    lm, path = load("tiny"), tmp_path / "ruler" / "320.parquet"
+    path.parent.mkdir()
+    frame = pd.DataFrame(
+        [
+            {**asdict(s), "answer": list(s.answers)}
+            for s in generate("niah_single_1", 320, lm.tokenizer, n_samples=3, seed=5)
+        ]
+    ).drop(columns=["answers", "id"])
+    config = replace(CONFIG, data=str(path.parent), tasks=("niah_single_1",), query_aware=(False,))
+    frame.to_parquet(path)
+    first = run_grid(config, tmp_path, load=load)
+    assert len(first.records()) == 2 * 5 and set(first.records()["data"]) == {str(path.parent)}
+    with monkeypatch.context() as patch:
+        patch.setattr(grid, "evaluate", never)
+        assert run_grid(config, tmp_path, load=load).folders == first.folders
+    frame.assign(answer=[["1234"]] * 3).to_parquet(path)
+    second = run_grid(config, tmp_path, load=load)
+    assert second.folders != first.folders
+    assert set(second.records()["answers"]) == {'["1234"]'}
+
+
 def test_the_source_digest_covers_all_code_on_the_way_to_a_record():
     """Modules that evaluate() and the generator reach by import, but for those whose work the revision digests."""
     elsewhere = {"errors", "embedded", "sources"}
@@ -392,6 +416,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         store.write_records(path, records, {"run": "two"})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["shard.parquet"]
     assert store.read_meta(path) == {"run": "one"}
+
+
+def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path):
+    path = tmp_path / "shard.parquet"
+    store.write_records(path, pd.DataFrame({"x": [1, 2]}), {"run": "one"})
+    before = path.read_bytes()
+    with open(path, "rb") as reader:
+        store.write_records(path, pd.DataFrame({"x": range(9)}), {"run": "two"})
+        assert reader.read() == before  # a new file took the name, nothing was written into the old one
+    assert store.read_meta(path) == {"run": "two"}
 
 
 @pytest.mark.parametrize("what", ["missing.parquet", "empty", "damaged.parquet"])

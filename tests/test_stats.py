@@ -114,6 +114,11 @@ def test_margins_by_hand():
     assert set(table[table["ratio"] == 0.88]["verdict"]) == {"tied"}
 
 
+def test_the_full_cache_is_no_baseline_even_at_its_own_ratio():
+    records = records_of({("a", p, 0.0): [90.0, 80.0] for p in ("full", "frc", "snapkv")})
+    assert list(margins(records)["baseline"]) == ["snapkv"]
+
+
 def test_share_of_draws_in_which_a_policy_is_first():
     # frc is first unless both draws hit the second sample (then 0 against 50): 3 of 4 draws, ties count for nobody
     records = records_of({("a", "frc", 0.5): [100.0, 0.0], ("a", "snapkv", 0.5): [0.0, 40.0]})
