@@ -35,7 +35,8 @@ class PrefillLayer:
         hidden_states: ``[n, hidden]``, the layer's attention input; None unless captured.
         attentions: ``[heads, n, n]``, causal attention weights; None unless captured (eager kernel only).
         rotary_emb: the model's rotary module, for scorers that look at future positions.
-        memo: signals that several policies share, kept while a layer is scored (see :meth:`remember`).
+        memo: signals that several policies share, kept while a layer is scored (see :meth:`remember`), each with its
+            count of in-place changes when it was made.
     """
 
     index: int
@@ -52,8 +53,9 @@ class PrefillLayer:
     def remember(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, once a key: what one policy worked out serves the next. Dropped by ``memo.clear()``."""
         if key not in self.memo:
-            self.memo[key] = compute()
-        return self.memo[key]
+            value = compute()
+            self.memo[key] = value, value._version
+        return self.memo[key][0]
 
     @property
     def n_tokens(self) -> int:

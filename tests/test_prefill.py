@@ -8,6 +8,7 @@ from tiny import tiny_lm
 from transformers import DynamicCache
 
 from cachecraft_lab.errors import InputError
+from cachecraft_lab.features import attention_rows
 from cachecraft_lab.policies import keep, make_policy, policy_names, register_policy
 from cachecraft_lab.policies.base import _REGISTRY
 from cachecraft_lab.prefill import prefill
@@ -162,13 +163,22 @@ def test_scoring_changes_no_tensor():
         assert content() == before, policy.name
 
 
-@pytest.mark.parametrize("name", ["keys", "values", "hidden_states"])
-def test_a_policy_that_changes_a_shared_tensor_is_stopped(tiny_llama, monkeypatch, name):
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda layer: layer.keys,
+        lambda layer: layer.values,
+        lambda layer: layer.hidden_states,
+        lambda layer: attention_rows(layer, 8),  # worked out once for all policies
+    ],
+    ids=["keys", "values", "hidden_states", "attention_rows"],
+)
+def test_a_policy_that_changes_a_shared_tensor_is_stopped(tiny_llama, monkeypatch, shared):
     monkeypatch.setattr("cachecraft_lab.policies.base._REGISTRY", dict(_REGISTRY))
 
     @register_policy("vandal")
     def vandal(layer):
-        getattr(layer, name).mul_(2)
+        shared(layer).mul_(2)
         return layer.keys.norm(dim=-1)
 
     with pytest.raises(InputError, match=r"vandal, layer 0: .*in place"):

@@ -116,7 +116,7 @@ def keep_layer(policy: Policy, layer: PrefillLayer, budgets: dict[float, int]) -
 def _checked_scores(policy: Policy, layer: PrefillLayer, ratio: float) -> Tensor:
     before = _versions(layer)
     scores = check_scores(policy, policy.score(layer, ratio), layer)
-    if _versions(layer) != before:
+    if _versions(layer) != before or any(signal._version != made for signal, made in layer.memo.values()):
         raise InputError(
             f"policy {policy.name}, layer {layer.index}: expected the layer's tensors untouched, as others read "
             "them; got one changed in place: clone it first"
