@@ -15,8 +15,19 @@ from kvpress.utils import compute_n_kept
 from tiny import tiny_lm
 from transformers import DynamicCache
 
+from cachecraft_lab import features
 from cachecraft_lab.errors import InputError
-from cachecraft_lab.policies import FRC, Policy, from_press, keep, make_policy, policy_names, register_policy
+from cachecraft_lab.policies import (
+    FRC,
+    Policy,
+    PolicyPress,
+    from_press,
+    keep,
+    keep_all,
+    make_policy,
+    policy_names,
+    register_policy,
+)
 from cachecraft_lab.policies.base import _REGISTRY
 from cachecraft_lab.policies.kvpress import check_kvpress, spread
 from cachecraft_lab.prefill import Prefill, prefill
@@ -374,6 +385,38 @@ def test_random_follows_its_seed_and_differs_from_layer_to_layer(tiny_llama):
     one, again, other = (keep(make_policy({"name": "random", "seed": s}), full, [0.5])[0.5] for s in (1, 1, 9))
     assert all(map(torch.equal, one, again))
     assert not torch.equal(one[0], other[0]) and not torch.equal(one[0], one[1])
+
+
+# --- many policies at once, and ours inside kvpress ------------------------------------------------------------------
+
+
+def test_scoring_together_equals_scoring_alone_and_shares_the_work(tiny_llama, monkeypatch):
+    made = [make_policy(spec(name)) for name in policy_names() if kernel_of(name) == "sdpa"]
+    alone = [keep(policy, prefill(tiny_llama, ids(N)), RATIOS) for policy in made]
+    full, windows = prefill(tiny_llama, ids(N)), []
+    compute = features._attention_rows
+    monkeypatch.setattr(
+        features, "_attention_rows", lambda layer, w: windows.append((layer.index, w)) or compute(layer, w)
+    )
+    together = keep_all(made, full, RATIOS)
+    for policy, one, other in zip(made, alone, together, strict=True):
+        for ratio in RATIOS:
+            assert all(map(torch.equal, one[ratio], other[ratio])), policy.name
+    assert sorted(windows) == [(0, 1), (0, 16), (1, 1), (1, 16)]  # four policies look through the window of 16
+    assert all(layer.memo == {} for layer in full.layers)  # and nothing of it outlives its layer
+
+
+@pytest.mark.parametrize("name", sorted(set(policy_names()) - {"pyramidkv"}))
+def test_our_policies_run_inside_kvpress(name):
+    lm = tiny_lm("llama", kernel_of(name))
+    kept = keep(make_policy(spec(name)), captured(lm, ids(N)), [0.75])[0.75]
+    theirs = kvpress_kept(lm, ids(N), lambda index: PolicyPress(spec(name), 0.75))
+    assert [layer.tolist() for layer in kept] == [layer.tolist() for layer in theirs]
+
+
+def test_a_pyramid_is_no_press_of_ours():
+    with pytest.raises(InputError, match="pyramidkv gives layers budgets of their own"):
+        PolicyPress("pyramidkv", 0.5)
 
 
 # --- any kvpress press -----------------------------------------------------------------------------------------------
