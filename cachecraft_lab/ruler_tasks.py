@@ -6,7 +6,7 @@ arXiv:2404.06654); every sentence is our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt
@@ -240,12 +240,25 @@ def fwe(rng: Random, n_tokens: int) -> Plan:
 
 
 QA_INTRO = "Read the documents. All in them is invented. Answer the question from them, in a few words."
-QA_PREFIX = "Answer:"
-QA_TOWN = "{town} lies on the river {river}. It was founded by {founder}, and is known for its {craft}."
-QA_PERSON = "{founder} was born in {birthplace}, learned to make {craft} there, and left home while still young."
-QA_ASK_FOUNDER = "Who founded {town}?"
-QA_ASK_RIVER = "On which river does {town} lie?"
-QA_ASK_BIRTHPLACE = "Where was the founder of {town} born?"
+# (thing, what a person did to it, what else its document says): unlike topics, as real documents have
+QA_TOPICS = (
+    ("town of", "founded", "It stands in a green valley and lives on the trade in {craft}."),
+    ("ship", "built", "It sailed for thirty years with a cargo of {craft}."),
+    ("opera", "composed", "Its second act plays in a shop that sells {craft}."),
+    ("novel", "written", "It tells of a family that lost its fortune in {craft}."),
+    ("comet", "discovered", "It was first seen from the roof of a store for {craft}."),
+    ("bridge", "designed", "Every spring it is hung with {craft} from end to end."),
+    ("rose", "bred", "Its smell reminds many people of old {craft}."),
+    ("festival", "started", "Visitors come for the music and go home with {craft}."),
+    ("island of", "mapped", "Nobody lives there, but divers once found {craft} near its shore."),
+    ("museum", "opened", "Its largest room shows nothing but {craft}."),
+)
+QA_DOCUMENT = "The {thing} {name} was {did} by {person}. {more}"
+QA_PERSON = "{person} was born in the village of {birthplace} and learned there all about {craft}."
+QA_ASK = {
+    1: ("By whom was the {thing} {name} {did}?", "The {thing} {name} was {did} by"),
+    2: ("Where was the person born by whom the {thing} {name} was {did}?", "That person was born in the village of"),
+}
 FIRST_NAMES = "Ada Bram Clara Dirk Edda Felix Greta Hugo Ida Jonas Karla Leo Mina Nils Olga Paul"
 CRAFTS = "bells boats bread candles chairs cheese clocks cloth glass honey kites lace lamps paper pots rope"
 
@@ -253,22 +266,17 @@ CRAFTS = "bells boats bread candles chairs cheese clocks cloth glass honey kites
 def qa(rng: Random, n_tokens: int, *, hops: int) -> Plan:
     """Questions over numbered documents of invented facts, in place of SQuAD (one hop) and HotpotQA (two).
 
-    One hop asks for a fact of a town's document; two ask for a fact of the person whom it names, who has a
-    document of his or her own. The other documents say the same of other towns and people.
+    One hop asks who made a thing that one document tells of; two ask where that person was born, which stands in
+    a document of his or her own. The other documents say the same of other things and people.
     """
-    names = invented_names(rng)
-    facts = [_qa_facts(rng, names) for _ in range(n_tokens // 32 + 3)]  # a document takes over 32 tokens
-    templates = [QA_TOWN, QA_PERSON][:hops]
-    gold, *others = ([t.format(**fact) for t in templates] for fact in facts)
+    facts = _qa_facts(rng, n_tokens // (24 * hops) + 12)  # a document takes over 24 tokens
+    gold, *others = ([t.format(**fact) for t in (QA_DOCUMENT, QA_PERSON)[:hops]] for fact in facts)
     hay = [document for pair in others for document in rng.sample(pair, len(pair))]
-    ask, key = (
-        (QA_ASK_BIRTHPLACE, "birthplace")
-        if hops == 2
-        else rng.choice([(QA_ASK_FOUNDER, "founder"), (QA_ASK_RIVER, "river")])
-    )
     seed = rng.getrandbits(64)
 
     def build(n_units: int, n_words: int) -> str:
+        if n_units - hops > len(hay):
+            raise InputError(f"qa at {n_tokens} tokens needs more names than the word list has: use fewer tokens")
         placing, documents = Random(seed), hay[: n_units - hops]
         for document in gold:
             documents.insert(placing.randrange(len(documents) + 1), document)
@@ -276,17 +284,31 @@ def qa(rng: Random, n_tokens: int, *, hops: int) -> Plan:
         numbered = "\n".join(f"Document {i}: {document}" for i, document in enumerate(documents, 1))
         return f"{QA_INTRO}\n{numbered}\n"
 
-    return Plan(ask.format(**facts[0]), QA_PREFIX, (facts[0][key],), build, min_units=hops + 1)
+    question, prefix = (text.format(**facts[0]) for text in QA_ASK[hops])
+    return Plan(question, prefix, (facts[0]["person" if hops == 1 else "birthplace"],), build, min_units=hops + 1)
 
 
-def _qa_facts(rng: Random, names: Iterator[str]) -> dict[str, str]:
-    return {
-        "town": next(names),
-        "river": next(names),
-        "founder": f"{rng.choice(FIRST_NAMES.split())} {next(names)}",
-        "birthplace": next(names),
-        "craft": rng.choice(CRAFTS.split()),
-    }
+def _qa_facts(rng: Random, n: int) -> list[dict[str, str]]:
+    """The facts of up to ``n`` documents or pairs; topics take turns, so that like ones stand far apart."""
+    stems = invented_names(rng)
+    n = min(n, len(stems) // 2)
+    topics = rng.sample(QA_TOPICS, len(QA_TOPICS))
+    facts = []
+    for i, key in enumerate(word_keys(rng, n)):
+        thing, did, more = topics[i % len(topics)]
+        craft = rng.choice(CRAFTS.split())
+        facts.append(
+            {
+                "thing": thing,
+                "name": " ".join(part.capitalize() for part in key.split("-")),
+                "did": did,
+                "more": more.format(craft=craft),
+                "person": f"{rng.choice(FIRST_NAMES.split())} {stems[2 * i]}son",
+                "birthplace": f"{stems[2 * i + 1]}ton",
+                "craft": craft,
+            }
+        )
+    return facts
 
 
 def _commas(names: Sequence[str]) -> str:

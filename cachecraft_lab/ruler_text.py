@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
-from itertools import accumulate, count, islice, product
+from itertools import accumulate, count, islice
 from random import Random
 
 from .errors import InputError
@@ -23,17 +23,6 @@ NOISE = (
     "The bread is warm.",
     "Off we walk.",
     "Up the path and down once more.",
-)
-
-# Parts of invented names; each row has parts of one length.
-NAME_STARTS = (
-    "Bar Bel Bor Cal Cor Dal Dor Fal Fen Gal Gor Hal Hol Jal Jor "
-    "Kal Kel Lam Lor Mar Mel Nal Nor Pel Ral Sel Tal Tor Val Zan"
-)
-NAME_MIDDLES = "an ar av el en er ev il in ir iv ol on or ov ul un ur uv ys"
-NAME_ENDS = (
-    "adia anne arth bury dale dune fell ford gard gate hold holm "
-    "land lyth mere moor mund reth rick stow thal vale wick wold"
 )
 
 
@@ -141,11 +130,11 @@ def letters(rng: Random, n: int, length: int, alphabet: str) -> list[str]:
     return list(found)
 
 
-def invented_names(rng: Random) -> Iterator[str]:
-    """Different made-up proper names of nine letters each, so none lies inside another; about 14000."""
-    starts, middles, ends = NAME_STARTS.split(), NAME_MIDDLES.split(), NAME_ENDS.split()
-    names = ["".join(parts) for parts in product(starts, middles, ends)]
-    return iter(rng.sample(names, len(names)))
+def invented_names(rng: Random) -> list[str]:
+    """Nouns as stems of made-up names, capitalised and shuffled: none begins or ends with another; some 4000."""
+    _, nouns = key_words()
+    stems = sorted(w[::-1].capitalize() for w in _prefix_free(sorted(w[::-1] for w in nouns)))
+    return rng.sample(stems, len(stems))
 
 
 def _prefix_free(ordered: Sequence[str]) -> list[str]:
