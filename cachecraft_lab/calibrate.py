@@ -52,7 +52,8 @@ class Round:
 ROUNDS = (
     Round(1, (512,), (0.8,), 40),
     Round(1, LENGTHS, RATIOS, 8),
-    Round(3, LENGTHS, RATIOS, 1, greedy=True),
+    Round(3, LENGTHS, RATIOS, 2, greedy=True),
+    Round(2, LENGTHS, RATIOS, 1, greedy=True),
 )
 
 SPACE = {
@@ -180,15 +181,19 @@ def sweep(lm: LoadedModel, n: int = 240, rounds: Sequence[Round] = ROUNDS, out: 
                     "n_samples": len(samples),
                 }
             )
-        ranked = sorted(range(len(pool)), key=lambda i: -means[i])
+        whole = [i for i, frc in enumerate(pool) if min(frc.w_attention, frc.w_density, frc.w_salience) > 0]
+        # equal means: the one whose worse setting is better; a left-out signal is shown, but goes no further
+        ranked = sorted(whole, key=lambda i: (-means[i], -by.loc[i].min()))
         pool = [pool[i] for i in ranked[: stage.survivors]]
         print(
             f"round {number}: best {means[ranked[0]]:.2f}, {contenders[ranked[0]]}",
             file=sys.stderr,
             flush=True,
         )
-        if stage.survivors > 1 and number > 1:
+        if number == 2:
             pool = widen(pool)
+        if number == 3:
+            pool = beyond(pool)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             pd.DataFrame(tables).to_csv(out, index=False, float_format="%.3f")
@@ -196,12 +201,18 @@ def sweep(lm: LoadedModel, n: int = 240, rounds: Sequence[Round] = ROUNDS, out: 
 
 
 def widen(pool: list[FRC]) -> list[FRC]:
-    """The survivors and the neighbours of the best one, so that the last round shows knife-edges."""
+    """The survivors and the neighbours of the best one, so that the next round shows knife-edges."""
     best = pool[0]
     near = [replace(best, chunk_length=c) for c in SPACE["chunk_length"]]
     near += [replace(best, pool=p) for p in SPACE["pool"]]
     near += [replace(best, **{w: 0.0}) for w in ("w_attention", "w_density", "w_salience")]
     return list(dict.fromkeys(pool + near))
+
+
+def beyond(pool: list[FRC]) -> list[FRC]:
+    """The survivors, and the best with windows and poolings outside the space: its edge must not decide."""
+    far = [replace(pool[0], window=w, pool=p) for w in (4, 8, 12) for p in (31, 45, 63)]
+    return list(dict.fromkeys(pool + far))
 
 
 if __name__ == "__main__":

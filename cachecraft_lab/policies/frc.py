@@ -44,13 +44,13 @@ class FRC(Policy):
     """
 
     reading: str = "window"
-    window: int = 32
+    window: int = 8
     group: str = "mean"
-    pool: int = 7
-    scale: str = "max"
+    pool: int = 45
+    scale: str = "mean"
     w_attention: float = 1.0
-    w_density: float = 1.0
-    w_salience: float = 1.0
+    w_density: float = 4.0
+    w_salience: float = 4.0
     chunk_length: int = 16
     n_sink: int = 4
     n_recent: int = 0
