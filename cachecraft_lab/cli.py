@@ -74,10 +74,12 @@ def publish(
     run: Annotated[Path, typer.Argument(help="A run folder of `cachecraft grid` (with config.json and records/).")],
     name: Annotated[str, typer.Option(help="Name of the result set in data/.")] = "embedded",
 ) -> None:
-    """Pack a finished run's records into data/results/<name>.parquet with its manifest."""
-    from .publish import pack
+    """Pack a finished run's records into data/results/<name>.parquet with its manifest; print the README's table."""
+    from .publish import margin_table, pack
+    from .store import read_records
 
-    typer.echo(pack(run, name))
+    path = pack(run, name)
+    typer.echo(f"{path}\n{margin_table(read_records(path))}")
 
 
 @app.command()

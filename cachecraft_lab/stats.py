@@ -166,5 +166,8 @@ def _checked(records: pd.DataFrame) -> pd.DataFrame:
     if missing := [name for name in wanted if name not in records.columns]:
         raise InputError(f"records lack the columns {missing}: give what `cachecraft grid` wrote")
     if records.duplicated([*CELL, *KEY]).any():
-        raise InputError("records hold a (sample, policy, ratio) more than once: do not mix runs of two configurations")
+        raise InputError(
+            "records hold a (sample, policy, ratio) more than once: choose one run, and of a policy with two sets of "
+            "parameters (policy_params) one set, before averaging"
+        )
     return records

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def source_digest() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@cache
 def git_commit() -> str:
-    """Commit of the checkout, ``+dirty`` if tracked files differ, ``unknown`` outside one."""
+    """Commit of the checkout when this process first asked (its code was loaded from there): ``+dirty`` if tracked
+    files differed, ``unknown`` outside a checkout."""
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

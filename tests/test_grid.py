@@ -441,12 +441,12 @@ def test_git_commit_marks_a_changed_checkout(tmp_path, monkeypatch):
     monkeypatch.undo()  # the real function, on a checkout of our own
     monkeypatch.setattr(store, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert store.git_commit() == "unknown"
+    assert store.git_commit.__wrapped__() == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
     (tmp_path / "a.py").write_text("1\n")
     for arguments in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *arguments], check=True)
-    commit = store.git_commit()
+    commit = store.git_commit.__wrapped__()
     assert len(commit) == 12 and not commit.endswith("+dirty")
     (tmp_path / "a.py").write_text("2\n")
-    assert store.git_commit() == f"{commit}+dirty"
+    assert store.git_commit.__wrapped__() == f"{commit}+dirty"
