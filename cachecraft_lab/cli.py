@@ -39,7 +39,7 @@ def notebooks(
 @app.command()
 def grid(
     profile: Profile = "smoke",
-    out: Out = Path("runs"),
+    out: Annotated[Optional[Path], typer.Option(help="Default: runs/<profile>, as for notebooks.")] = None,  # noqa: UP045
     n_samples: Annotated[Optional[int], typer.Option(help="Samples a task instead of the profile's.")] = None,  # noqa: UP045
 ) -> None:
     """Run the grid (what is missing of it) and print scores and FRC's margin over the best baseline.
@@ -50,7 +50,7 @@ def grid(
     from .stats import margins, summarise
 
     with _stoppable():
-        run = run_grid(GridConfig.from_profile(profile, n_samples=n_samples), out)
+        run = run_grid(GridConfig.from_profile(profile, n_samples=n_samples), out or Path("runs") / Path(profile).stem)
     records = run.records()
     typer.echo(summarise(records).to_string(index=False, float_format="%.1f"))
     table = margins(records)

@@ -253,7 +253,9 @@ class RaggedCache:
         stay = [i for i, m in enumerate(members) if len(m)]
         for states in (self.keys, self.values):
             for layer in states:
-                layer[:] = [layer[i] if len(members[i]) == sizes[i] else layer[i][members[i]] for i in stay]
+                layer[:] = [
+                    layer[i] if len(members[i]) == sizes[i] else layer[i][members[i].to(layer[i].device)] for i in stay
+                ]
         self.kept = [self.kept[i] for i in stay]
         self.groups = []
         for i in stay:

@@ -8,6 +8,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
+from .errors import InputError
 from .evaluate import FULL
 
 # Okabe-Ito, told apart by all common kinds of colour blindness; markers say the same again
@@ -73,6 +74,8 @@ def grid_figure(summary: pd.DataFrame, title: str = "") -> Figure:
         summary: from :func:`cachecraft_lab.stats.summarise`.
         title: one line above the panels.
     """
+    if summary.empty:
+        raise InputError("nothing to draw: no task reaches the floor with the full cache, or there are no records")
     columns = list(dict.fromkeys(zip(summary["model"], summary["length"], strict=True)))
     settings = list(dict.fromkeys(summary["setting"]))
     with mpl.rc_context(RC):

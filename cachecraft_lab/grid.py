@@ -1,22 +1,24 @@
 """The grid experiment: {models} x {lengths} x {settings} x {tasks}, every policy at every ratio, resumable.
 
-A shard is one (model, length, setting, task). It is written whole as it ends; a second run goes on after the last
-whole shard. A run's folder carries the digest of all that shapes its records, so runs of two configurations, models
-or code versions never mix.
+A shard is a block of samples of one (model, length, setting, task). It is written whole as it ends; a second run goes
+on after the last whole shard. A run's folder carries the digest of all that shapes its records, so runs of two
+configurations, models, code or library versions never mix.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 import yaml
 from tqdm import tqdm
 
@@ -28,8 +30,11 @@ from .policies import make_policy
 from .policies.kvpress import check_kvpress
 from .ruler import TASKS, RulerSample, generate, load_hub
 from .select import check_ratio
+from .sources import find_source
 
 PROFILES = store.ROOT / "data" / "profiles"
+BLOCK = 25
+"""Samples a shard at most: what a stop can lose."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,12 @@ class GridRun:
     manifests: tuple[dict[str, Any], ...]
 
     def records(self) -> pd.DataFrame:
-        """All records, in shard order."""
-        return store.read_records([folder / "records" for folder in self.folders])
+        """All records, in the order of the profile's lengths, settings and tasks."""
+        return store.read_records(
+            folder / "records" / file
+            for folder, manifest in zip(self.folders, self.manifests, strict=True)
+            for file in manifest["files"]
+        )
 
 
 def run_grid(
@@ -162,6 +171,9 @@ def run_grid(
     Each model is loaded once, its run folder is ``<out_dir>/grid/<model>-<digest>``.
     """
     check_kvpress()
+    if load is load_model:
+        for name in config.models:  # the last one's missing files must not show up after the first one's days
+            find_source(name)
     folders, manifests = [], []
     for name in config.models:
         lm = load(
@@ -174,15 +186,38 @@ def run_grid(
         folder, manifest = _run_model(config, lm, Path(out_dir))
         folders.append(folder)
         manifests.append(manifest)
+        del lm  # or the next one's weights would have to fit beside it
+        gc.collect()
+        torch.cuda.empty_cache()
     return GridRun(tuple(folders), tuple(manifests))
 
 
-def shards(config: GridConfig) -> Iterator[tuple[int, bool, str]]:
-    """(length, query_aware, task) of each shard of one model, in the order they run."""
-    for length in config.lengths:
-        for aware in config.query_aware:
-            for task in config.tasks:
-                yield length, aware, task
+@dataclass(frozen=True)
+class Shard:
+    """A block of samples of one (length, setting, task), and the file its records go to."""
+
+    length: int
+    query_aware: bool
+    task: str
+    samples: list[RulerSample]
+    file: str
+
+
+def shards(config: GridConfig, samples: dict[tuple[int, str], list[RulerSample]]) -> list[Shard]:
+    """The shards of one model in the order they run; ``samples`` by (length, task)."""
+    return [
+        Shard(
+            length,
+            aware,
+            task,
+            samples[length, task][start : start + BLOCK],
+            f"{length}-{SETTINGS[aware]}-{task}-{start // BLOCK:03d}.parquet",
+        )
+        for length in config.lengths
+        for aware in config.query_aware
+        for task in config.tasks
+        for start in range(0, len(samples[length, task]), BLOCK)
+    ]
 
 
 def samples_of(config: GridConfig, lm: LoadedModel, length: int, task: str) -> list[RulerSample]:
@@ -200,12 +235,10 @@ def config_digest(
     settings = dataclasses.asdict(config)
     for name in ("profile", "models", "memory_budget", "device_map"):  # these change no record
         settings.pop(name)
-    settings["policies"] = [
-        spec if spec == FULL else {"name": make_policy(spec).name, **make_policy(spec).params()}
-        for spec in config.policies
-    ]
+    settings["policies"] = [FULL if spec == FULL else make_policy(spec).identity() for spec in config.policies]
     made = [dataclasses.asdict(sample) for rows in samples.values() for sample in rows]
     settings |= {"model": lm.describe(), "source": store.source_digest(), "samples": store.digest(made)}
+    settings["versions"] = store.versions("torch", "transformers", "kvpress")
     return settings, store.digest(settings)
 
 
@@ -215,34 +248,38 @@ def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path
     }
     settings, key = config_digest(config, lm, samples)
     folder = out_dir / "grid" / f"{lm.name.strip('/').replace('/', '--')}-{key}"
-    plan = list(shards(config))
+    plan = shards(config, samples)
     # every shard's prompts are made and checked before the first runs: a bad one must not show up hours later
-    for length, aware, task in plan:
+    for shard in plan:
         check_plan(
             lm,
-            samples[length, task],
+            shard.samples,
             config.policies,
             config.ratios,
-            query_aware=aware,
+            query_aware=shard.query_aware,
             max_new_tokens=config.max_new_tokens,
         )
     store.write_json(folder / "config.json", settings)
-    total, done = Counts(), 0
-    bar = tqdm(total=len(plan) * config.n_samples, desc=lm.name, unit="sample", disable=None, file=sys.stderr)
-    for number, (length, aware, task) in enumerate(plan, start=1):
-        path = folder / "records" / f"{length}-{SETTINGS[aware]}-{task}.parquet"
+    total, reused, started, computed = Counts(), 0, time.perf_counter(), 0
+    n_samples = sum(len(shard.samples) for shard in plan)
+    bar = tqdm(total=n_samples, desc=lm.name, unit="sample", disable=None, file=sys.stderr)
+    for number, shard in enumerate(plan, start=1):
+        path = folder / "records" / shard.file
         meta = store.read_meta(path)
         if meta is None:
             if path.exists():
                 store.set_aside(path)
-            meta = _run_shard(config, lm, key, length, aware, samples[length, task], path, bar)
-            word = "done"
+            meta = _run_shard(config, lm, key, shard, path, bar)
+            computed += len(shard.samples)
+            spent = time.perf_counter() - started
+            left = spent / computed * (n_samples - total.samples - len(shard.samples))
+            word = f"done, {spent / 60:.1f} min so far, about {left / 60:.1f} left"
         else:
-            bar.update(config.n_samples)
-            done += 1
+            bar.update(len(shard.samples))
+            reused += 1
             word = "already there"
         total.add(Counts(**meta["counts"]))
-        tqdm.write(f"[{number}/{len(plan)}] {lm.name} {length} {SETTINGS[aware]} {task}: {word}", file=sys.stderr)
+        tqdm.write(f"[{number}/{len(plan)}] {lm.name} {path.stem}: {word}", file=sys.stderr)
     bar.close()
     manifest = {
         "config": settings,
@@ -251,39 +288,39 @@ def _run_model(config: GridConfig, lm: LoadedModel, out_dir: Path) -> tuple[Path
         "git_commit": store.git_commit(),
         "environment": store.environment(),
         "shards": len(plan),
-        "shards_reused": done,
+        "shards_reused": reused,
+        "files": [shard.file for shard in plan],
         "counts": dataclasses.asdict(total),
     }
     store.write_json(folder / "manifest.json", manifest)
     return folder, manifest
 
 
-def _run_shard(
-    config: GridConfig,
-    lm: LoadedModel,
-    key: str,
-    length: int,
-    aware: bool,
-    samples: list[RulerSample],
-    path: Path,
-    bar: tqdm,
-) -> dict[str, Any]:
+def _run_shard(config: GridConfig, lm: LoadedModel, key: str, shard: Shard, path: Path, bar: tqdm) -> dict[str, Any]:
     counts, started = Counts(), time.perf_counter()
-    records = evaluate(
-        lm,
-        samples,
-        config.policies,
-        config.ratios,
-        query_aware=aware,
-        max_new_tokens=config.max_new_tokens,
-        memory_budget=config.memory_budget,
-        chunk_size=config.chunk_size,
-        counts=counts,
-        progress=lambda sample: bar.update(1),
-    )
+    try:
+        records = evaluate(
+            lm,
+            shard.samples,
+            config.policies,
+            config.ratios,
+            query_aware=shard.query_aware,
+            max_new_tokens=config.max_new_tokens,
+            memory_budget=config.memory_budget,
+            chunk_size=config.chunk_size,
+            counts=counts,
+            progress=lambda sample: bar.update(1),
+        )
+    except torch.OutOfMemoryError:
+        raise InputError(
+            f"{lm.name} ran out of GPU memory in {path.stem}: lower memory_budget (now {config.memory_budget} bytes of "
+            "gathered caches) or set chunk_size (tokens a prefill call); finished shards are kept"
+        ) from None
+    except FloatingPointError as error:
+        raise InputError(f"{lm.name}, {path.stem}: {error}; finished shards are kept") from None
     records.insert(0, "run", key)
     records.insert(1, "git_commit", store.git_commit())
-    records.insert(2, "length", length)
+    records.insert(2, "length", shard.length)
     records.insert(3, "data", config.data)
     meta = {"run": key, "seconds": time.perf_counter() - started, "counts": dataclasses.asdict(counts)}
     store.write_records(path, records, meta)

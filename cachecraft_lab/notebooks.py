@@ -104,6 +104,8 @@ def run_all(
     only: names or their beginnings, such as "02". All notebooks are checked before the first one starts.
     """
     out_dir = Path(out_dir).resolve()
+    if str(profile).endswith((".yaml", ".yml")):
+        profile = str(Path(profile).resolve())  # a kernel runs in the notebook's folder
     jobs = []
     for path in _choose(find_notebooks(folder), only):
         declared = declared_parameters(path)

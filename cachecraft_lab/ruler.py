@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 
@@ -260,7 +260,9 @@ def _local_rows(path: Path, config: str) -> tuple[pd.DataFrame, str]:
     return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True), "local"
 
 
+@lru_cache(maxsize=2)
 def _hub_rows(config: str, revision: str | None) -> tuple[pd.DataFrame, str]:
+    """All rows of a config, and the revision's mark in sample ids; kept, as a grid asks once a task."""
     from datasets import load_dataset  # imports slowly, and only this path needs it
     from huggingface_hub import HfApi
 
@@ -272,5 +274,5 @@ def _hub_rows(config: str, revision: str | None) -> tuple[pd.DataFrame, str]:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise InputError(
             f"cannot read {HUB_DATASET} config {config} from the hub ({type(error).__name__}: {reason}); "
-            "offline, use path=... or cachecraft_lab.ruler.generate"
+            "offline, name a cached 40-digit revision, a local folder, or generate the samples"
         ) from error

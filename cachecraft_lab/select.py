@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError
@@ -54,8 +55,11 @@ def chunk_order(scores: Tensor, chunk_length: int, *, n_sink: int = 0, n_recent:
     if chunk_length < 1:
         raise InputError(f"chunk_length must be >= 1, got {chunk_length}")
     n_tokens = scores.shape[-1]
+    n_chunks = -(-n_tokens // chunk_length)
+    # summed in float32 or better (bfloat16 would tie most chunks), and without atomics, so that a GPU repeats itself
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    sums = F.pad(wide, (0, n_chunks * chunk_length - n_tokens)).unflatten(-1, (n_chunks, chunk_length)).sum(-1)
     chunk_of = torch.arange(n_tokens, device=scores.device) // chunk_length
-    sums = scores.new_zeros(scores.shape[0], int(chunk_of[-1]) + 1).index_add_(1, chunk_of, scores)
     means = sums / torch.bincount(chunk_of)
     rank = means.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
     key = rank[:, chunk_of]

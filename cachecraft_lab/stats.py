@@ -21,6 +21,8 @@ from .evaluate import FULL
 FLOOR = 20.0
 CELL = ["model", "length", "setting"]
 KEY = ["sample_id", "policy", "ratio"]
+SUMMARY = [*CELL, "policy", "ratio", "score", "low", "high", "n_samples", "n_tasks", "kept", "cut_off"]
+MARGINS = [*CELL, "ratio", "baseline", "margin", "low", "high", "best", "verdict", "p_first"]
 
 
 def per_task(records: pd.DataFrame) -> pd.DataFrame:
@@ -67,7 +69,7 @@ def summarise(records: pd.DataFrame, *, floor: float = FLOOR, n_boot: int = 2000
                     "cut_off": (chosen["finish_reason"] == "length").mean(),
                 }
             )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=SUMMARY)
 
 
 def margins(
@@ -112,7 +114,7 @@ def margins(
                         "p_first": float((draws[:, mine] > theirs.max(axis=1)).mean()),
                     }
                 )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=MARGINS)
 
 
 class _Scores:

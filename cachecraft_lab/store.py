@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from .errors import InputError
 
@@ -54,28 +55,27 @@ def git_commit() -> str:
     return commit[:12] + ("+dirty" if status.stdout.strip() else "")
 
 
+def versions(*names: str) -> dict[str, str]:
+    """Installed versions by distribution name."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 def environment() -> dict[str, Any]:
     """Versions and machine, for a manifest. No host name, no environment variables."""
-    versions = {"python": platform.python_version()}
-    for name in (
-        "cachecraft_lab",
-        "torch",
-        "transformers",
-        "kvpress",
-        "numpy",
-        "pandas",
-        "datasets",
-        "wonderwords",
-    ):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
+    libraries = ("cachecraft_lab", "torch", "transformers", "kvpress", "numpy", "pandas", "datasets", "wonderwords")
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions(*libraries)},
         "machine": platform.machine(),
         "system": platform.system(),
         "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
     }
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tiny import tiny_lm
 
 from cachecraft_lab import grid, store
 from cachecraft_lab.errors import InputError
 from cachecraft_lab.grid import GridConfig, run_grid
-from cachecraft_lab.policies import FRC
+from cachecraft_lab.policies import FRC, make_policy
 from cachecraft_lab.ruler import generate
 from cachecraft_lab.stats import margins, summarise
 
@@ -34,10 +35,11 @@ CONFIG = GridConfig(
     max_new_tokens=4,
 )
 SHARDS = [
-    f"320-{setting}-{task}.parquet"
+    f"320-{setting}-{task}-000.parquet"
     for setting in ("query-agnostic", "query-aware")
     for task in ("niah_single_1", "niah_multikey_2")
 ]
+TIMES = ["sample_seconds"]
 KEY = ["model", "length", "setting", "task", "sample_id", "policy", "ratio"]
 
 
@@ -269,7 +271,10 @@ EVALUATE = grid.evaluate
 
 def test_temporary_files_of_a_dead_writer_are_no_records(run, finished):
     (run / "records" / f".{SHARDS[0]}.123.tmp").write_bytes(b"half")
-    pd.testing.assert_frame_equal(store.read_records(run), finished.records())
+    read, records = (
+        frame.sort_values(KEY, ignore_index=True) for frame in (store.read_records(run), finished.records())
+    )
+    pd.testing.assert_frame_equal(read, records)
 
 
 CHILD = """
@@ -450,3 +455,66 @@ def test_git_commit_marks_a_changed_checkout(tmp_path, monkeypatch):
     assert len(commit) == 12 and not commit.endswith("+dirty")
     (tmp_path / "a.py").write_text("2\n")
     assert store.git_commit.__wrapped__() == f"{commit}+dirty"
+
+
+def test_records_come_in_the_order_of_the_profile(tmp_path):
+    """Lengths as numbers and tasks as given, not as file names sort."""
+    config = replace(CONFIG, lengths=(1024, 320), tasks=("niah_single_2", "niah_single_1"), query_aware=(False,))
+    records = run_grid(
+        replace(config, policies=("knorm",), ratios=(0.5,), max_new_tokens=1), tmp_path, load=load
+    ).records()
+    order = list(dict.fromkeys(zip(records["length"], records["task"], strict=True)))
+    assert order == [(length, task) for length in config.lengths for task in config.tasks]
+
+
+def test_a_shard_holds_a_block_of_samples(tmp_path, monkeypatch):
+    """More samples than a block: several files, the same records, and a lost block alone is redone."""
+    config = replace(CONFIG, tasks=("niah_single_1",), query_aware=(False,), n_samples=5, policies=("knorm",))
+    whole = run_grid(config, tmp_path / "whole", load=load).records()
+    monkeypatch.setattr(grid, "BLOCK", 2)
+    run = run_grid(config, tmp_path / "blocks", load=load)
+    assert run.manifests[0]["files"] == [f"320-query-agnostic-niah_single_1-{k:03d}.parquet" for k in range(3)]
+    pd.testing.assert_frame_equal(run.records().drop(columns=TIMES), whole.drop(columns=TIMES))
+    (run.folders[0] / "records" / run.manifests[0]["files"][1]).unlink()
+    again = run_grid(config, tmp_path / "blocks", load=load)
+    assert again.manifests[0]["shards_reused"] == 2
+    pd.testing.assert_frame_equal(again.records().drop(columns=TIMES), whole.drop(columns=TIMES))
+
+
+def test_a_rewritten_policy_class_is_another_run(tmp_path):
+    """Of a user's class the source counts, not its fields alone: an edited score must not find the old records."""
+    from cachecraft_lab.policies import Policy
+
+    class Mine(Policy):
+        name = "mine"
+
+        def score(self, layer, ratio):
+            return layer.keys.norm(dim=-1)
+
+    first = Mine().identity()
+
+    class Mine(Policy):
+        name = "mine"
+
+        def score(self, layer, ratio):
+            return layer.values.norm(dim=-1)
+
+    assert first != Mine().identity() and first["name"] == "mine"
+    assert "source" not in make_policy("knorm").identity()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "lower memory_budget"),
+        (FloatingPointError("non-finite"), "non-finite"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_so_in_one_line(tmp_path, monkeypatch, error, says):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(grid, "evaluate", fail)
+    with pytest.raises(InputError, match=says) as stop:
+        run_grid(CONFIG, tmp_path, load=load)
+    assert "\n" not in str(stop.value) and "finished shards are kept" in str(stop.value)

@@ -65,6 +65,26 @@ class Policy:
         """Settings as plain values, for records: two runs with equal name and params are the same policy."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def identity(self) -> dict[str, Any]:
+        """Name, params, and the source of a class from outside this package: what a run's folder is keyed by."""
+        known = {"name": self.name, **self.params()}
+        if not type(self).__module__.startswith(f"{__package__}."):
+            classes = [c for c in type(self).__mro__ if not c.__module__.startswith((f"{__package__}.", "builtins"))]
+            known["source"] = "\n".join(map(_source, classes))
+        return known
+
+
+def _source(thing: Any) -> str:
+    """Source of a function, or of a class method by method: a notebook's classes have no source of their own."""
+    if isinstance(thing, type):
+        members = [getattr(member, "fget", member) for member in vars(thing).values()]
+        return "\n".join(_source(member) for member in members if inspect.isfunction(member))
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        code = getattr(thing, "__code__", None)
+        return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(thing)
+
 
 def keep(policy: Policy, prefill: Prefill, ratios: Iterable[float]) -> dict[float, Kept]:
     """Kept indices of one policy at every ratio, over one prefill; see :func:`keep_all`."""
@@ -185,11 +205,7 @@ class FunctionPolicy(Policy):
         return self.function(layer)
 
     def params(self) -> dict[str, Any]:
-        try:
-            source = inspect.getsource(self.function)
-        except (OSError, TypeError):
-            source = repr(self.function)
-        return {"source": source}
+        return {"source": _source(self.function)}
 
 
 _REGISTRY: dict[str, Callable[..., Policy]] = {}

@@ -169,6 +169,10 @@ class LagKV(PressPolicy):
     name = "lagkv"
     paper = "arXiv:2504.04704"
 
+    @property
+    def min_tokens(self) -> int:
+        return self.n_sink + 2 * self.lag_size  # below, kvpress scores by position alone
+
     def press(self, ratio: float) -> ScorerPress:
         return kvpress.LagKVPress(ratio, n_sink=self.n_sink, lag_size=self.lag_size)
 
@@ -204,7 +208,7 @@ class ExpectedAttention(PressPolicy):
         return self.n_sink + 2
 
     def press(self, ratio: float) -> ScorerPress:
-        return kvpress.ExpectedAttentionPress(ratio, n_future_positions=self.n_future_positions, n_sink=self.n_sink)
+        return _ExpectedAttention(ratio, n_future_positions=self.n_future_positions, n_sink=self.n_sink)
 
 
 @register_policy("observed_attention")
@@ -263,7 +267,7 @@ class ChunkKV(SnapKV):
     paper = "arXiv:2502.00299"
 
     def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
-        scores = super().score(layer, ratio)
+        scores = super().score(layer, ratio).float()
         return scores.sum(dim=0, keepdim=True).expand_as(scores)
 
     def rank(self, scores: Tensor) -> Tensor:
@@ -318,7 +322,9 @@ class WrappedPress(PressPolicy):
 
     @property
     def min_tokens(self) -> int:
-        return max(getattr(self.original, "window_size", 0), getattr(self.original, "n_sink", 0)) + 1
+        press = self.original
+        n_sink = getattr(press, "n_sink", 0)
+        return max(getattr(press, "window_size", 0) + 1, n_sink + 1, n_sink + 2 * getattr(press, "lag_size", 0))
 
     def score(self, layer: PrefillLayer, ratio: float) -> Tensor:
         with torch.random.fork_rng():
