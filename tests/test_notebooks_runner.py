@@ -127,3 +127,13 @@ def test_shipped_notebooks_read_every_parameter_they_declare(path):
     declared = declared_parameters(path)  # raises unless exactly one cell is tagged
     assert "profile" in declared
     assert [name for name, read in declared.items() if not read] == []
+
+
+def test_a_profile_given_by_path_is_found_from_the_notebooks_folder(tmp_path, monkeypatch):
+    passed = []
+    monkeypatch.setattr(notebooks, "run_notebook", lambda path, output, parameters: passed.append(parameters) or output)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.ipynb", "profile = 'smoke'", "print(profile)")
+    run_all("mine/own.yaml", tmp_path / "out", folder=tmp_path)
+    run_all("smoke", tmp_path / "out", folder=tmp_path)
+    assert [p["profile"] for p in passed] == [str(tmp_path / "mine" / "own.yaml"), "smoke"]
