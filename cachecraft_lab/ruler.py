@@ -172,21 +172,25 @@ def _fill(plan: Plan, room: int, count: Callable[[str], int], task: str, n_token
     least = count(plan.build(plan.min_units, 0))
     if least > room:
         raise InputError(f"{task} needs at least {n_tokens - room + least} tokens here, asked for {n_tokens}")
-    units = _largest(plan.min_units, room, lambda n: count(plan.build(n, 0)))
-    words = _largest(0, room, lambda n: count(plan.build(units, n)))
+    units = _largest(plan.min_units, plan.max_units, room, lambda n: count(plan.build(n, 0)))
+    if units == plan.max_units:
+        raise InputError(f"{task} has too few different words for {n_tokens} tokens: ask for fewer")
+    words = _largest(0, room, room, lambda n: count(plan.build(units, n)))
     return plan.build(units, words)
 
 
-def _largest(low: int, room: int, tokens: Callable[[int], int]) -> int:
-    """The largest n >= low with tokens(n) <= room, given that low has: each probe costs a tokenisation, so few.
+def _largest(low: int, most: int, room: int, tokens: Callable[[int], int]) -> int:
+    """The largest n in low..most with tokens(n) <= room, given that low has: each probe tokenises, so few.
 
     Growing steps find an n that is too large; from there interpolation, as tokens grow about evenly, and
     bisection in turn, in case they do not.
     """
     step, at_low = 1, tokens(low)
-    while (at_high := tokens(low + step)) <= room:
-        low, step, at_low = low + step, step * 4, at_high
-    high, halve = low + step, False
+    while (at_high := tokens(min(low + step, most))) <= room:
+        low, step, at_low = min(low + step, most), step * 4, at_high
+        if low == most:
+            return most
+    high, halve = min(low + step, most), False
     while high - low > 1:
         share = 0.5 if halve else (room - at_low) / (at_high - at_low)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)

@@ -15,7 +15,6 @@ from string import ascii_lowercase, ascii_uppercase
 
 from scipy.special import zeta
 
-from .errors import InputError
 from .ruler_text import (
     essay,
     essay_from,
@@ -40,6 +39,7 @@ class Plan:
         build: (whole units, words of the next unit) -> context. A unit is what the haystack is made of: a
             sentence, a needle, a list entry, a document. More units or words never give fewer tokens.
         min_units: fewest units that keep the structure.
+        max_units: as many units as there are words for.
     """
 
     question: str
@@ -47,6 +47,7 @@ class Plan:
     answers: tuple[str, ...]
     build: Callable[[int, int], str]
     min_units: int
+    max_units: int = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ NIAH_PREFIX_MANY = "The access {noun}s for {keys} are"
 def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
     """Needles ``key -> value`` in a haystack; the question asks for all values of one or more keys."""
     noun = NOUN[spec.value]
-    n_hay = n_tokens // 8 if spec.haystack == "needles" else 0  # more than fit: a needle takes over 8 tokens
+    n_hay = n_tokens // 8 if spec.haystack == "needles" else 0  # a needle takes over 8 tokens
     keys = KINDS[spec.key](rng, spec.n_keys + n_hay)
     values = KINDS[spec.value](rng, spec.n_keys * spec.n_values + n_hay)
     owners = [key for key in keys[: spec.n_keys] for _ in range(spec.n_values)] + keys[spec.n_keys :]
@@ -104,6 +105,7 @@ def niah(spec: Niah, rng: Random, n_tokens: int) -> Plan:
         answers=answers,
         build=build,
         min_units=max(2, len(needles)),
+        max_units=len(hay) if spec.haystack == "needles" else Plan.max_units,
     )
 
 
@@ -190,13 +192,11 @@ def cwe(rng: Random, n_tokens: int) -> Plan:
     lesson = f"{CWE_INTRO}\n{listed}\n{ask}\n{prefix} {_commas(shown)}\n"
 
     def build(n_units: int, n_words: int) -> str:
-        if n_units > len(uncommon):
-            raise InputError(f"cwe at {n_tokens} tokens needs more words than the list has: use fewer tokens")
         entries = common * sizes.common + uncommon[:n_units] * sizes.uncommon
         entries += uncommon[n_units : n_units + n_words]  # once each: fewer than any other, so no rule changes
         return f"{lesson}{CWE_INTRO}\n{_word_list(entries, seeds[1])}\n"
 
-    return Plan(ask, prefix, tuple(common), build, min_units=1)
+    return Plan(ask, prefix, tuple(common), build, min_units=1, max_units=len(uncommon))
 
 
 def _apart(shuffled: list[str], n: int) -> tuple[list[str], list[str]]:
@@ -269,14 +269,12 @@ def qa(rng: Random, n_tokens: int, *, hops: int) -> Plan:
     One hop asks who made a thing that one document tells of; two ask where that person was born, which stands in
     a document of his or her own. The other documents say the same of other things and people.
     """
-    facts = _qa_facts(rng, n_tokens // (24 * hops) + 12)  # a document takes over 24 tokens
+    facts = _qa_facts(rng, n_tokens // (24 * hops) + 12)  # a document takes about 24 tokens or more
     gold, *others = ([t.format(**fact) for t in (QA_DOCUMENT, QA_PERSON)[:hops]] for fact in facts)
     hay = [document for pair in others for document in rng.sample(pair, len(pair))]
     seed = rng.getrandbits(64)
 
     def build(n_units: int, n_words: int) -> str:
-        if n_units - hops > len(hay):
-            raise InputError(f"qa at {n_tokens} tokens needs more names than the word list has: use fewer tokens")
         placing, documents = Random(seed), hay[: n_units - hops]
         for document in gold:
             documents.insert(placing.randrange(len(documents) + 1), document)
@@ -285,7 +283,8 @@ def qa(rng: Random, n_tokens: int, *, hops: int) -> Plan:
         return f"{QA_INTRO}\n{numbered}\n"
 
     question, prefix = (text.format(**facts[0]) for text in QA_ASK[hops])
-    return Plan(question, prefix, (facts[0]["person" if hops == 1 else "birthplace"],), build, min_units=hops + 1)
+    answers = (facts[0]["person" if hops == 1 else "birthplace"],)
+    return Plan(question, prefix, answers, build, min_units=hops + 1, max_units=hops + len(hay))
 
 
 def _qa_facts(rng: Random, n: int) -> list[dict[str, str]]:

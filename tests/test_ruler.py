@@ -28,7 +28,11 @@ NUMBER, UUID = r"\b\d{7}\b", r"\b[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9
 
 @cache
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: "bytes" has no merges; "gpt2" and "llama3" split as those do, with a BOS in front."""
+    """A byte-level BPE ("bytes" has no merges; "gpt2" and "llama3" split as those do), or one token a "word"."""
+    if kind == "word":
+        tok = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+        tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=tok, unk_token="?")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if kind == "bytes":
@@ -56,9 +60,13 @@ def samples(task: str, n_tokens: int = 600, n_samples: int = 12, seed: int = 0) 
 # --- length, boundaries, determinism ---
 
 
-@pytest.mark.parametrize("kind, n_tokens", [("gpt2", 512), ("gpt2", 1024), ("llama3", 700), ("bytes", 4000)])
+@pytest.mark.parametrize(
+    "kind, n_tokens", [("gpt2", 512), ("gpt2", 1024), ("llama3", 700), ("bytes", 4000), ("word", 500)]
+)
 @pytest.mark.parametrize("task", TASKS)
 def test_length_is_within_two_percent_and_never_above(task: str, kind: str, n_tokens: int) -> None:
+    if kind == "word" and task in ("niah_multikey_2", "niah_multikey_3"):
+        pytest.skip("a needle of 7 tokens, as no real tokenizer gives, is refused")
     for sample in generate(task, n_tokens, tokenizer(kind), n_samples=2):
         parts = [sample.context, sample.question, sample.answer_prefix]
         assert 0.98 * n_tokens <= sum(len(ids(kind, part)) for part in parts) <= n_tokens
@@ -303,6 +311,15 @@ def test_the_minimum_that_the_error_names_is_enough() -> None:
             generate(task, 40, tokenizer("bytes"), n_samples=1)
         least = int(re.search(r"least (\d+)", str(error.value)).group(1))
         generate(task, least + 400, tokenizer("bytes"), n_samples=1)
+
+
+def test_running_out_of_words_is_an_error_and_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="niah_multikey_2 has too few different words for 500 tokens"):
+        generate("niah_multikey_2", 500, tokenizer("word"), n_samples=1)
+    few = [f"Name{i:03d}" for i in range(20)]
+    monkeypatch.setattr("cachecraft_lab.ruler_tasks.invented_names", lambda rng: few)
+    with pytest.raises(InputError, match="qa_1_synthetic has too few different words for 1024 tokens"):
+        generate("qa_1", 1024, tokenizer("gpt2"), n_samples=1)
 
 
 def test_repr_is_short() -> None:
