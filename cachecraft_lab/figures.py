@@ -106,7 +106,7 @@ def _grid_panel(ax: mpl.axes.Axes, cell: pd.DataFrame, title: str) -> None:
     ratios = sorted(compressed["ratio"].unique())
     place = {ratio: i for i, ratio in enumerate(ratios)}
     policies = list(dict.fromkeys(compressed["policy"]))
-    ends = []
+    starts = []
     for k, policy in enumerate(policies):
         line = compressed[compressed["policy"] == policy].sort_values("ratio")
         colour, marker = style(policy)
@@ -124,36 +124,37 @@ def _grid_panel(ax: mpl.axes.Axes, cell: pd.DataFrame, title: str) -> None:
             linewidth=2 if main else 0.8,
             zorder=5 if main else 3,
         )
-        ends.append((line["score"].iloc[-1], policy, colour, x[-1]))
-    _label_ends(ax, ends, x=len(ratios) - 1 + 0.3)
+        starts.append((line["score"].iloc[0], policy, colour, x[0]))
+    _label_starts(ax, starts, x=-0.4)
     full = cell[cell["policy"] == FULL]
     if not full.empty:
         ax.axhline(full["score"].iloc[0], color="black", linestyle="--", linewidth=0.8)
-        ax.text(-0.25, full["score"].iloc[0] + 1, "full cache", fontsize=6, va="bottom")
+        ax.text(len(ratios) - 0.6, full["score"].iloc[0] + 1, "full cache", fontsize=6, va="bottom", ha="right")
     ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
-    ax.set_xlim(-0.35, len(ratios) - 1 + 1.35)
+    ax.set_xlim(-2.0, len(ratios) - 0.6)
     ax.set_ylim(-3, 108)
 
 
-def _label_ends(ax: mpl.axes.Axes, ends: list[tuple[float, str, str, float]], x: float, gap: float = 7.0) -> None:
-    """Names right of the lines' ends, moved apart so that none covers another."""
-    ends = sorted(ends)
-    heights = [score for score, *_ in ends]
+def _label_starts(ax: mpl.axes.Axes, starts: list[tuple[float, str, str, float]], x: float, gap: float = 7.0) -> None:
+    """Names left of the lines, where they lie furthest apart, moved so that none covers another."""
+    starts = sorted(starts)
+    heights = [score for score, *_ in starts]
     for i in range(1, len(heights)):  # upwards, then back down under the top of the panel
         heights[i] = max(heights[i], heights[i - 1] + gap)
     top = 103.0
     for i in reversed(range(len(heights))):
         heights[i] = min(heights[i], top)
         top = heights[i] - gap
-    for (score, policy, colour, end), height in zip(ends, heights, strict=True):
+    for (score, policy, colour, start), height in zip(starts, heights, strict=True):
         weight = "bold" if policy == "frc" else "normal"
         ax.annotate(
             policy.replace("_", " "),
-            xy=(end, score),
+            xy=(start, score),
             xytext=(x, height),
             color=colour,
             fontsize=6,
             fontweight=weight,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.3, "alpha": 0.6},
+            ha="right",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.3, "alpha": 0.6, "relpos": (1, 0.5)},
         )
