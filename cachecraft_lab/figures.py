@@ -131,7 +131,7 @@ def _grid_panel(ax: mpl.axes.Axes, cell: pd.DataFrame, title: str) -> None:
         ax.axhline(full["score"].iloc[0], color="black", linestyle="--", linewidth=0.8)
         ax.text(len(ratios) - 0.6, full["score"].iloc[0] + 1, "full cache", fontsize=6, va="bottom", ha="right")
     ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
-    ax.set_xlim(-2.0, len(ratios) - 0.6)
+    ax.set_xlim(-0.4 * len(ratios), len(ratios) - 0.6)  # room for the names
     ax.set_ylim(-3, 108)
 
 
