@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from .compress import full_kept
-from .decode import RaggedCache, _distinct, _lengths, decode, ragged_kernel
+from .decode import RaggedCache, _distinct, _lengths, decode, forward, ragged_kernel
 from .models import LoadedModel, load_model
 from .policies import FRC, Kept, Policy, keep_all, make_policy
 from .prefill import Prefill, prefill
@@ -92,15 +92,8 @@ def forced_probability(full: Prefill, question_ids: torch.Tensor, answer: str, k
     found: dict[int, float] = {}
     for block in (order[i : i + 64] for i in range(0, len(order), 64)):
         cache = RaggedCache(full, [unique[i] for i in block], ids.shape[1])
-        positions = torch.arange(full.n_tokens, full.n_tokens + ids.shape[1], device=lm.device)
         with ragged_kernel(lm):
-            logits = lm.model(
-                input_ids=ids.expand(len(block), -1),
-                position_ids=positions.expand(len(block), -1),
-                use_cache=False,
-                logits_to_keep=answer_ids.shape[1] + 1,
-                ragged_cache=cache,
-            ).logits[:, :-1]
+            logits = forward(lm, cache, ids.expand(len(block), -1), full.n_tokens, answer_ids.shape[1] + 1)[:, :-1]
         target = answer_ids.to(lm.device).expand(len(block), -1)[..., None]
         probability = logits.float().softmax(-1).gather(-1, target)[..., 0].mean(-1)
         found.update(zip(block, probability.tolist(), strict=True))

@@ -176,7 +176,7 @@ def _decode_block(
     position = prefill.n_tokens
     with ragged_kernel(lm):
         for step in range(max_new_tokens):
-            logits = _forward(lm, cache, ids, position)
+            logits = forward(lm, cache, ids, position)[:, -1]
             stats.forward_passes += 1
             position += ids.shape[1]
             token, margin = _pick(logits)
@@ -198,12 +198,15 @@ def _decode_block(
     ]
 
 
-def _forward(lm: LoadedModel, cache: RaggedCache, ids: Tensor, position: int) -> Tensor:
-    """Logits ``[rows, vocab]`` of the last token; appends the tokens' pairs to the cache."""
+def forward(lm: LoadedModel, cache: RaggedCache, ids: Tensor, position: int, n_logits: int = 1) -> Tensor:
+    """Logits ``[rows, n_logits, vocab]`` of the last tokens of ``ids [rows, s]``; appends their pairs to the cache.
+
+    Call it inside :func:`ragged_kernel`.
+    """
     positions = torch.arange(position, position + ids.shape[1], device=lm.device).expand(ids.shape[0], -1)
-    out = lm.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, ragged_cache=cache)
+    out = lm.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=n_logits, ragged_cache=cache)
     cache.length += ids.shape[1]
-    return out.logits[:, -1]
+    return out.logits
 
 
 def _pick(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ configurations, models, code or library versions never mix.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import gc
 import sys
 import time
@@ -23,7 +22,7 @@ import yaml
 from tqdm import tqdm
 
 from . import store
-from .errors import InputError
+from .errors import InputError, check_known
 from .evaluate import FULL, SETTINGS, Counts, check_plan, evaluate
 from .models import LoadedModel, load_model
 from .policies import make_policy
@@ -99,7 +98,7 @@ class GridConfig:
             if not _is_count(length):
                 raise InputError(f"length {length!r} is not a whole number of tokens >= 1")
         for task in self.tasks:
-            _known("task", task, (*TASKS, "qa_1", "qa_2"))  # of these two only the hub has RULER's own data
+            check_known("task", task, (*TASKS, "qa_1", "qa_2"))  # of these two only the hub has RULER's own data
         for ratio in self.ratios:
             check_ratio(ratio)
         for aware in self.query_aware:
@@ -118,7 +117,7 @@ class GridConfig:
         names = [f.name for f in dataclasses.fields(cls) if f.name != "profile"]
         given = {name: value for name, value in overrides.items() if value is not None}
         for name in [*settings, *given]:
-            _known(f"grid setting in profile {profile!r}", name, names)
+            check_known(f"grid setting in profile {profile!r}", name, names)
         return cls(**{**settings, **given, "profile": str(profile)})
 
 
@@ -329,10 +328,3 @@ def _run_shard(config: GridConfig, lm: LoadedModel, key: str, shard: Shard, path
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _known(kind: str, name: Any, known: Any) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"{kind} {name!r} is unknown: {hint}known are {', '.join(map(str, known))}")

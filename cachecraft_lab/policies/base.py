@@ -7,7 +7,6 @@ A policy gives each layer's KV pairs a score and turns scores into kept indices.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, check_known
 from ..prefill import Prefill, PrefillLayer
 from ..select import check_kept, first, kept_count, token_order
 
@@ -248,10 +247,7 @@ def make_policy(spec: str | dict[str, Any] | Policy) -> Policy:
         return spec
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = settings.pop("name", None)
-    if name not in _REGISTRY:
-        near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"policy {name!r} is unknown: {hint}known are {', '.join(_REGISTRY)}")
+    check_known("policy", name, _REGISTRY)
     try:
         return _REGISTRY[name](**settings)
     except TypeError as error:

@@ -315,9 +315,6 @@ class WrappedPress(PressPolicy):
 
     @property
     def needs(self) -> frozenset:
-        return self.original_needs()
-
-    def original_needs(self) -> frozenset:
         return frozenset({"attentions"}) if isinstance(self.original, kvpress.ObservedAttentionPress) else HIDDEN
 
     @property
